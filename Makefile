@@ -1,0 +1,55 @@
+# What a developer does here. Every target sets up .venv itself when it is missing or older than the packages' files.
+#
+#   PYTHON   interpreter to make .venv with            BACKEND, WORKERS, SECONDS   of `make demo`
+#   ARGS     more arguments for pytest, the demo or the benchmarks, e.g. make test ARGS="-k wire -x"
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.set-up
+# TensorDict, Ray and friends are optional to users; developers get all that the tests and figures need.
+PACKAGES := -e "core[cli,testing]" -e plugins/vanilla -e plugins/ipc -e ".[test,lint,demo,bench]"
+CODE := conftest.py core plugins tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test soak lint format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
+
+setup: $(STAMP)  ## make .venv, with all packages editable and what the tests, the demo and the benchmarks need
+	@echo ".venv is ready: $(BIN)/weightwire backends"
+
+# torch first and alone: it is by far the largest, and everything else builds on the version that constraints.txt names.
+$(STAMP): pyproject.toml constraints.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES)
+	$(BIN)/python -m pip check
+	@touch $@
+
+demo: $(STAMP)  ## learn CartPole with workers that get their policy through Weightwire (BACKEND=ipc WORKERS=2 SECONDS=60)
+	$(BIN)/python examples/cartpole.py $(if $(BACKEND),--backend "$(BACKEND)") $(if $(WORKERS),--workers $(WORKERS)) \
+	    $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+
+test: $(STAMP)  ## every test but the soak, and how long each part took
+	$(BIN)/python -m pytest -m "not soak" --durations=15 --budget $(ARGS)
+
+soak: export WEIGHTWIRE_HYPOTHESIS := random
+soak: $(STAMP)  ## the long tests, with new random examples in each run
+	$(BIN)/python -m pytest -m soak --durations=0 --timeout=3600 $(ARGS)
+
+lint: $(STAMP)  ## ruff (format and rules) and mypy --strict
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff format the code and mend what it can
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+bench: $(STAMP)  ## measure everything side by side; writes benchmarks/results/
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove .venv and every cache
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,100 @@
+"""The bars of benchmarks.md as data, and how measured samples are held against them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from measure import Contest, Spread
+
+__all__ = ["BARS", "Bar", "Verdict", "judge"]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """``measured`` of the contest ``bench``, ``work`` may cost at most ``limit``.
+
+    Attributes:
+        against: the contender that it is held against; ``None``: nobody, the limit is in the contest's unit.
+        how: ``"times"`` the other, ``"more"`` than the other (in the contest's unit), or ``"is"`` where there is none.
+        limit: ``None``: shown, and not held against anything.
+    """
+
+    bench: str
+    work: str
+    measured: str
+    against: str | None
+    how: str
+    limit: float | None
+
+
+def times(bench: str, work: str, measured: str, against: str, limit: float | None) -> Bar:
+    return Bar(bench, work, measured, against, "times", limit)
+
+
+def at_most(bench: str, work: str, measured: str, limit: float) -> Bar:
+    return Bar(bench, work, measured, None, "is", limit)
+
+
+BARS = (
+    times("B1", "large, 4 workers", "ipc alias", "copy_, 2 threads", 1.3),
+    times("B1", "large, 4 workers", "ipc copy", "copy_, 2 threads", None),
+    times("B3", "small, 1 worker", "ipc alias", "bare floor", 1.5),
+    times("B3", "small, 1 worker", "ipc copy", "bare floor", None),
+    times("B3", "small, 4 workers", "ipc alias", "bare floor", None),
+    times("B3", "small, 4 workers", "ipc copy", "bare floor", None),
+    times("B4", "large, 8 workers, alias", "ipc alias, 8", "ipc alias, 1", 1.25),
+    times("B4", "large, 8 workers, copy", "ipc copy, 8", "ipc copy, 1", None),
+    times("B4", "medium, 16 workers, alias", "ipc alias, 16", "ipc alias, 1", 1.6),
+    times("B4", "medium, 16 workers, copy", "ipc copy, 16", "ipc copy, 1", None),
+    at_most("B5", "vanilla", "pull()", 2.0),
+    at_most("B5", "ipc", "pull()", 2.0),
+    at_most("B8", "small", "vanilla inline", 60.0),
+    times("B8", "medium", "vanilla inline", "_foreach_copy_", 1.1),
+    times("B8", "large", "vanilla inline", "_foreach_copy_", 1.1),
+    times("B8", "many", "vanilla inline", "_foreach_copy_", 2.0),
+    *(times("B8", state, "vanilla inline", "load_state_dict", 1.0) for state in ("small", "medium", "large", "many")),
+    at_most("B9", "large, 8 workers, alias, in all", "ipc", 2.0),  # the slots that b9 asks for
+    at_most("B9", "large, alias, each further worker", "ipc", 5.0),
+    Bar("B10", "start", "import weightwire", "bare Python", "more", 60.0),
+    at_most("B10", "start", "weightwire backends", 200.0),
+    at_most("B10", "torch and ray imported", "import weightwire", 0.0),
+    at_most("B10", "torch and ray imported", "weightwire backends", 0.0),
+    at_most("B11", "many, 1 worker", "ipc alias", 5.0),
+    at_most("B11", "many, 1 worker", "ipc copy", 5.0),
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A bar, what was measured, the other's measure, and the result that is held against the limit."""
+
+    bar: Bar
+    unit: str
+    measured: Spread
+    against: Spread | None
+    result: Spread
+
+    @property
+    def reached(self) -> bool | None:
+        """``None`` where there is no limit. The median counts."""
+        return None if self.bar.limit is None else self.result.median <= self.bar.limit
+
+
+def judge(contests: Iterable[Contest]) -> list[Verdict]:
+    """Hold every contest against its bars. Ratios and differences are taken turn by turn, then their median."""
+    by_work = {(contest.bench, contest.work): contest for contest in contests}
+    verdicts = []
+    for bar in BARS:
+        contest = by_work.get((bar.bench, bar.work))
+        if contest:
+            measured = contest.series[bar.measured]
+            other = contest.series[bar.against] if bar.against else None
+            result = list(measured)
+            if other and bar.how == "times":
+                result = [mine / theirs for mine, theirs in zip(measured, other, strict=True)]
+            elif other:
+                result = [mine - theirs for mine, theirs in zip(measured, other, strict=True)]
+            against = Spread.of(other) if other else None
+            verdicts.append(Verdict(bar, contest.unit, Spread.of(measured), against, Spread.of(result)))
+    return verdicts

@@ -1,0 +1,113 @@
+"""What Weightwire is held against: the least that such work can cost. No Weightwire code in here."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import Contender
+from states import Look, nbytes
+from torch import Tensor, nn
+from workers import PATIENCE, Crew, contender
+
+__all__ = ["BareEnd", "bare_crew", "flat_copy"]
+
+
+def flat_copy(size: int) -> Contender:
+    """One ``copy_`` of ``size`` bytes from memory to memory, with as many threads as torch has here."""
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    return Contender(lambda: target.copy_(source))
+
+
+def walk(module: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for _, tensor in (*module.named_parameters(), *module.named_buffers())]
+
+
+def views(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' shapes over shared memory, one behind the other."""
+    flat = torch.from_numpy(np.frombuffer(memory, np.uint8))
+    cuts = flat.split([tensor.nbytes for tensor in tensors])
+    return [cut.view(tensor.dtype).view(tensor.shape) for cut, tensor in zip(cuts, tensors, strict=True)]
+
+
+def bound_waits(peer: socket.socket) -> None:
+    """A timeout that the kernel keeps: Python's own would cost the floor one more system call a message."""
+    peer.setblocking(True)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), 0))
+
+
+class BareEnd:
+    """A worker of the bare floor: one message in, one fused copy, a look, one message out."""
+
+    def __init__(self, module: nn.Module, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        bound_waits(self.socket)
+        self.socket.connect(address)
+        _, (descriptor,), _, _ = socket.recv_fds(self.socket, 1, 1)
+        self.targets = walk(module)
+        self.sources = views(mmap.mmap(descriptor, nbytes(module)), self.targets)
+        os.close(descriptor)
+        self.look = Look(module)
+
+    def take(self) -> None:
+        sentinel = float(self.socket.recv(32))
+        torch._foreach_copy_(self.targets, self.sources)
+        self.look(sentinel)
+        self.socket.send(b"done")
+
+    def idle(self) -> None:
+        raise NotImplementedError("the bare floor has no question to ask")
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int) -> Contender:
+    """The bare floor for small states: walk the module, one fused copy on each side, one socket round trip a worker.
+
+    It is no transport: nothing tells a worker that a version is whole, and a slow worker reads what is being written.
+    """
+    descriptor = os.memfd_create("bare-floor")
+    stack.callback(os.close, descriptor)
+    os.ftruncate(descriptor, nbytes(module))
+    arena = views(mmap.mmap(descriptor, nbytes(module)), walk(module))
+    address = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "socket"
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    listener.settimeout(PATIENCE)
+    listener.bind(str(address))
+    listener.listen(workers)
+    crew = Crew(workers, state, BareEnd)
+    stack.callback(crew.close)
+    crew.tell("open", str(address))
+    peers = []
+    for _ in range(workers):
+        peer = stack.enter_context(listener.accept()[0])
+        bound_waits(peer)
+        socket.send_fds(peer, [b"-"], [descriptor])
+        peers.append(peer)
+    crew.answers()
+    version = 0
+
+    def upcoming() -> float:
+        nonlocal version
+        version += 1
+        return float(version)
+
+    def push() -> None:
+        torch._foreach_copy_(arena, walk(module))
+        message = str(version).encode()
+        for peer in peers:
+            peer.send(message)
+        for peer in peers:
+            peer.recv(32)
+
+    return contender(crew, module, push, upcoming)

@@ -1,0 +1,38 @@
+"""The ``weightwire`` command.
+
+Listing the backends is to feel instant and must work without the ``cli`` extra, so it is dispatched before typer is
+imported. Every other command is one of typer's, in :mod:`weightwire.cli.app`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+USAGE = """\
+usage: weightwire backends [--check] [--json]
+
+  backends   list the installed backends; --check opens each in a process of its own
+
+For help and all other commands: pip install "weightwire[cli]"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (default: the process's) and give its exit status: 0 fine, 1 a check failed, 2 wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["backends"] and set(arguments[1:]) <= {"--check", "--json"}:
+        from weightwire.cli import backends
+
+        return backends.run(check="--check" in arguments, as_json="--json" in arguments)
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        helped = arguments in (["--help"], ["backends", "--help"])
+        print(USAGE, end="", file=sys.stdout if helped else sys.stderr)
+        return 0 if helped else 2
+    from weightwire.cli.app import run
+
+    return run(arguments)

@@ -1,0 +1,499 @@
+"""A worker's end: ``pull()`` applies the newest version, whole, at a moment that the worker chooses."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from weightwire import wire
+from weightwire.endpoint import Endpoint, options_for, parse
+from weightwire.errors import (
+    ApplyError,
+    ClosedError,
+    DigestError,
+    PreflightError,
+    UpdaterLostError,
+    WaitTimeout,
+    WeightwireError,
+    WireError,
+)
+from weightwire.forks import Origin
+from weightwire.observers import Observers
+from weightwire.registry import open_backend, require
+from weightwire.report import Receipt
+from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version
+from weightwire.weights.commit import commit
+from weightwire.weights.digest import digest_of
+from weightwire.weights.target import make_target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightwire.transport import Delivery, Receiver
+    from weightwire.weights.commit import Prepared
+    from weightwire.weights.layout import Layout
+    from weightwire.weights.names import Cast, Rename, Select
+
+__all__ = ["WeightReceiver"]
+
+logger = logging.getLogger(__name__)
+
+_counter = itertools.count()
+T = TypeVar("T")
+
+
+class _State(NamedTuple):
+    """All that changes with a version; swapped in one step with the weights themselves."""
+
+    have: Have = Have()
+    ready: bool = False
+    metadata: bytes = b"{}"
+    owed: Applied | None = None  # a report that the trainer has not had yet
+
+    @property
+    def stamp(self) -> Version | None:
+        return self.have.acting
+
+
+class WeightReceiver:
+    """Brings the weights that a trainer pushes into a policy of this process.
+
+    Args:
+        endpoint: as the updater has it (``updater.endpoint``).
+        weights: what to update: a Module, TensorDict, mapping of tensors or arrays, a callable that is handed all named
+            tensors at once, or ``None``: :attr:`weights` is then a mapping that the receiver owns.
+        worker: the worker's name; two live ones of one name are refused. Default: host, pid and a counter.
+        apply: ``"copy"`` in place (storage and strides stay: right for compiled policies and CUDA graphs) or
+            ``"alias"``: the policy's tensors point at the delivered memory, without a copy, where the backend claims
+            it.
+        select, rename, cast: as in the updater, on the names that arrive; ``cast="target"`` takes what the policy has.
+        inline: apply within the trainer's ``push``, for policies in its own thread (backends that claim it).
+        stream: apply bucket by bucket, in bounded memory and not atomically (backends that claim it).
+        observers: names of installed observer plugins, or plugin objects.
+        timeout: seconds that every wait of this object takes at most, unless told otherwise.
+
+    A receiver belongs to the first thread that pulls. The constructor does not wait for the trainer.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | Mapping[str, Any] | Endpoint,
+        weights: Any = None,
+        *,
+        worker: str | None = None,
+        apply: str = "copy",
+        select: Select = None,
+        rename: Rename = None,
+        cast: Cast = None,
+        inline: bool = False,
+        stream: bool = False,
+        observers: Sequence[Any] = (),
+        timeout: float = 60.0,
+    ) -> None:
+        if apply not in ("copy", "alias"):
+            raise ValueError(f"apply is {apply!r}; it is 'copy' or 'alias'")
+        parsed = parse(endpoint)
+        backend = open_backend(parsed)
+        for asked, capability in ((apply == "alias", "alias"), (inline, "inline"), (stream, "stream")):
+            if asked:
+                require(backend, capability)
+        self.endpoint = str(parsed)
+        self.worker = _checked_name(worker) or f"{socket.gethostname()}-{os.getpid()}-{next(_counter)}"
+        self.timeout = timeout
+        self._origin = Origin(f"The receiver {self.worker!r} of {self.endpoint}")
+        self._incarnation = time.time_ns()
+        self._target = make_target(weights, select=select, rename=rename, cast=cast, apply=apply)
+        self._observers = Observers(observers)
+        self._hooks: list[Callable[[int], object]] = []
+        self._state = _State()
+        self._views: weakref.WeakKeyDictionary[Any, tuple[Layout, list[Tensor]]] = weakref.WeakKeyDictionary()
+        self._inline = inline
+        self._thread: int | None = None  # the one that pulls
+        self._met = False  # whether the trainer was ever there
+        self._closed = False
+        # A target that keeps what it is handed needs memory that lives on: the backend's, or else copies of its own.
+        lasting = apply == "alias" or self._target.keeps_views
+        self._private = lasting and "alias" not in backend.info.capabilities
+        context = ReceiverContext(
+            joined=Joined(
+                worker=self.worker,
+                incarnation=self._incarnation,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                needs=self._target.needs(),
+            ),
+            have=_weakly(self._have, Have()),
+            apply="alias" if lasting and not self._private else "copy",
+            stream=stream,
+            deliver=_weakly(self._deliver, None) if inline else None,
+            deadline=Deadline.after(timeout),
+            logger=logger,
+        )
+        self._receiver: Receiver = backend.make_receiver(parsed, options_for(parsed, backend.info), context)
+        self._finalizer = weakref.finalize(self, _abandon, self._receiver, self._origin)
+
+    # -- what can be read --------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The number of the version that the policy acts with, 0 before the first."""
+        return self._state.stamp.number if self._state.stamp else 0
+
+    @property
+    def stamp(self) -> Version | None:
+        """Epoch and number of the version that the policy acts with."""
+        return self._state.stamp
+
+    @property
+    def run(self) -> int:
+        """The epoch of the trainer that made that version, 0 before the first."""
+        return self._state.stamp.epoch if self._state.stamp else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a full version is applied."""
+        return self._state.ready
+
+    @property
+    def connected(self) -> bool:
+        """Whether the trainer is there, as of the last pull."""
+        return self._receiver.connected
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed, or the trainer has said that no more will come."""
+        return self._closed or self._receiver.closed
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the trainer sent along with the version that is applied."""
+        return wire.decode_metadata(self._state.metadata)
+
+    @property
+    def weights(self) -> Any:
+        """What is updated: the object that was given, or the receiver's own mapping of names to tensors."""
+        return self._target.weights
+
+    def on_applied(self, hook: Callable[[int], object]) -> Callable[[int], object]:
+        """Have ``hook(version)`` called in this thread after each commit, once a version. Works as a decorator."""
+        self._hooks.append(hook)
+        return hook
+
+    # -- pull --------------------------------------------------------------------------------------------------------
+
+    def pull(self, timeout: float | None = None) -> int | None:
+        """Apply the newest version, if there is one that the policy does not have; its number, else ``None``.
+
+        ``timeout=None`` waits, up to the receiver's own timeout, until the first full version is applied, and does not
+        wait afterwards. ``0.0`` never waits. Any other number waits that many seconds for something new.
+
+        Raises:
+            PreflightError, DigestError, ApplyError: the version was not taken; the old one acts on, whole (unless
+                :attr:`ready` says otherwise), and the trainer has been told. Raised once a version.
+            ApplyError in phase ``after-hooks``: the version is applied, but a hook raised.
+            WaitTimeout: a waiting pull got no first version. UpdaterLostError: nor did it, and the trainer is gone.
+            ClosedError: a waiting pull, and no more will come. EndpointInUseError: another worker has this name.
+        """
+        if self._thread != threading.get_ident() or not self._origin.here:
+            self._claim()
+        state = self._state
+        if state.owed is not None:
+            self._pay(state.owed)
+        if timeout is None and not state.ready and not self._inline:
+            timeout = self.timeout
+        if not timeout:
+            if self._closed:
+                return None
+            first = self._receiver.poll(state.have, None)
+            return None if first is None else self._take(first)
+        return self._wait_for_news(timeout)
+
+    def wait(self, version: int = 1, timeout: float | None = None) -> int:
+        """Pull until at least version number ``version`` is applied; the number that is. Raises as a waiting pull
+        does."""
+        seconds = self.timeout if timeout is None else timeout
+        deadline = Deadline.after(seconds)
+        while self.version < version or not self.ready:
+            self.pull(max(deadline.remaining, 1e-9))
+            if deadline.expired and not (self.version >= version and self.ready):
+                raise self._timed_out(seconds, f"version {version}")
+        return self.version
+
+    def _wait_for_news(self, seconds: float) -> int | None:
+        deadline = Deadline.after(seconds)
+        while True:
+            if self.closed:
+                raise ClosedError(
+                    f"{self._origin.what} waits for {'news' if self.ready else 'its first version'}, but no more will "
+                    "come: " + ("the receiver was closed" if self._closed else "the trainer has closed")
+                )
+            first = self._receiver.poll(self._state.have, deadline)
+            self._met |= self._receiver.connected
+            number = None if first is None else self._take(first)
+            if number is not None:
+                return number
+            if deadline.expired and not self.closed:
+                if self.ready and self._receiver.connected:
+                    return None
+                raise self._timed_out(seconds, "news" if self.ready else "its first version")
+
+    def _timed_out(self, seconds: float, what: str) -> WeightwireError:
+        text = f"{self._origin.what} waited {seconds:.3g} s for {what}"
+        if self._receiver.connected:
+            return WaitTimeout(
+                f"{text}: the trainer is there, but has pushed none that fits", phase="wait", worker=self.worker
+            )
+        where = self._receiver.whereabouts
+        if self._met:
+            return UpdaterLostError(f"{text}: the trainer is lost{where and '; ' + where}")
+        return WaitTimeout(
+            f"{text}: there is no trainer at {self.endpoint}{where and '; ' + where}", phase="wait", worker=self.worker
+        )
+
+    # -- one version -------------------------------------------------------------------------------------------------
+
+    def _take(self, first: Delivery) -> int | None:
+        """Apply what was polled: a full version, a subset, or a full version with the subset that lies on it."""
+        self._met = True
+        chain = [first]
+        try:
+            self._complete(chain)
+            return self._apply(chain) if chain else None
+        finally:
+            for delivery in chain:
+                delivery.release()
+
+    def _complete(self, chain: list[Delivery]) -> None:
+        """A full version may be only the base of a subset that is newer: look once more, and keep what belongs
+        together."""
+        have = self._state.have
+        while chain[-1].header.base is None:
+            stamp = chain[-1].header.stamp
+            more = self._receiver.poll(Have(max(stamp, have.stamp or stamp), stamp, have.acting), None)
+            if more is None:
+                break
+            if more.header.base != stamp:
+                chain.pop().release()
+            chain.append(more)
+        newest = chain[-1].header
+        if have.stamp is not None and newest.stamp <= have.stamp:  # a base whose subset is gone again
+            chain.pop().release()
+
+    def _apply(self, chain: list[Delivery]) -> int:
+        header = chain[-1].header
+        seconds: dict[str, float] = {}
+        prepared: list[Prepared] = []
+        phase, begun = "verify", time.perf_counter()
+        try:
+            base = self._state.have.base
+            for delivery in chain:
+                base = self._verify(delivery, base)
+                prepared.append(self._prepare(delivery))
+            phase, seconds["verify"], begun = "commit", time.perf_counter() - begun, time.perf_counter()
+            seconds["commit"] = 0.0  # told with the version, so it must be there before it is known
+            event = Applied(
+                worker=self.worker,
+                incarnation=self._incarnation,
+                stamp=header.stamp,
+                digest=header.digest.hex(),
+                tensors=sum(done.tensors for done in prepared),
+                nbytes=sum(done.nbytes for done in prepared),
+                seconds=seconds,
+            )
+            state = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
+            commit(prepared, then=partial(setattr, self, "_state", state))
+            seconds["commit"] = time.perf_counter() - begun
+        except Exception as exc:
+            raise self._refuse(header.stamp, phase, exc, ruined=any(done.ruined for done in prepared)) from exc
+        except BaseException as exc:  # Ctrl-C: nothing was taken, unless it hit a callable target
+            if any(done.ruined for done in prepared):
+                self._refuse(header.stamp, phase, RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
+            raise
+        finally:
+            for done in prepared:
+                done.done()
+        self._after(event)
+        return header.stamp.number
+
+    def _verify(self, delivery: Delivery, base: Version | None) -> Version:
+        """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
+        header = delivery.header
+        if header.encoding != "plain":
+            raise WireError(
+                f"version {header.stamp.number} is encoded as {header.encoding!r}; this worker knows only 'plain'"
+            )
+        if header.base is not None and header.base != base:
+            raise PreflightError(
+                f"version {header.stamp.number} is a subset on full version {header.base.number}, which this worker does "
+                "not have: push a full one"
+            )
+        if header.digest:
+            found = digest_of(delivery.tensors())
+            if found != header.digest:
+                raise DigestError(
+                    f"the bytes of version {header.stamp.number} have digest {found.hex()}, but the trainer sent "
+                    f"{header.digest.hex()}"
+                )
+        return header.base or header.stamp
+
+    def _prepare(self, delivery: Delivery) -> Prepared:
+        layout, memory = delivery.header.layout, delivery.memory
+        if memory is None:
+            views = delivery.views()
+        else:
+            known = self._views.get(memory)
+            if known is None or known[0] is not layout:
+                known = self._views[memory] = (layout, delivery.views())
+            views = known[1]
+        if self._private:
+            views = [view.clone() for view in views]
+        return self._target.prepare(delivery.header, views, writable=delivery.writable)
+
+    def _after(self, event: Applied) -> None:
+        """Hooks, report, observers: the version is applied, whatever happens here."""
+        begun = time.perf_counter()
+        failed: list[tuple[str, Exception]] = []
+        for hook in self._hooks:
+            try:
+                hook(event.stamp.number)
+            except Exception as exc:
+                failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
+        if self._hooks:
+            event.seconds["after-hooks"] = time.perf_counter() - begun
+        error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
+        if error:
+            event = msgspec.structs.replace(event, error=error)
+        self._pay(event)
+        self._observe(event.stamp, "applied", event, error, "after-hooks" if error else "")
+        if failed:
+            raise ApplyError(
+                f"worker {self.worker!r} acts with version {event.stamp.number}, but {error}",
+                version=event.stamp.number,
+                worker=self.worker,
+                phase="after-hooks",
+            ) from failed[0][1]
+
+    def _pay(self, event: Applied) -> None:
+        self._receiver.report(event)
+        self._state = self._state._replace(owed=None)
+
+    def _refuse(self, stamp: Version, phase: str, exc: Exception, *, ruined: bool) -> WeightwireError:
+        """Remember and report that a version was not taken; the error that ``pull`` raises of it."""
+        have = self._state.have
+        have = Have(stamp, None if ruined else have.base, have.acting)
+        self._state = self._state._replace(have=have, ready=self._state.ready and not ruined)
+        tensor = getattr(exc, "tensor", None) or ""
+        told = isinstance(exc, WeightwireError) and not isinstance(exc, ApplyError)
+        text = str(exc) if told else f"{type(exc).__name__}: {exc}"
+        event = Refused(
+            worker=self.worker,
+            incarnation=self._incarnation,
+            stamp=stamp,
+            kind="refused" if told else "apply",
+            phase=phase,
+            error=text,
+            tensor=tensor,
+        )
+        self._receiver.report(event)
+        self._observe(stamp, "refused" if told else "failed", None, text, phase, tensor)
+        if told:
+            return exc  # type: ignore[return-value]
+        where = f", tensor {tensor!r}" if tensor else ""
+        left = "its policy is unusable until the next full version" if ruined else f"version {self.version} acts on"
+        return ApplyError(
+            f"worker {self.worker!r} could not apply version {stamp.number} in phase {phase}{where}: {text}; {left}",
+            version=stamp.number,
+            worker=self.worker,
+            phase=phase,
+            tensor=tensor or None,
+        )
+
+    def _observe(
+        self, stamp: Version, state: str, done: Applied | None, error: str, phase: str, tensor: str = ""
+    ) -> None:
+        if self._observers:
+            facts: dict[str, Any] = {}
+            if done is not None:
+                facts = {"tensors": done.tensors, "nbytes": done.nbytes, "seconds": done.seconds, "digest": done.digest}
+            receipt = Receipt(
+                worker=self.worker, version=stamp.number, state=state, error=error, phase=phase, tensor=tensor, **facts
+            )
+            self._observers.after_pull(endpoint=self.endpoint, receipt=receipt)
+
+    def _have(self) -> Have:
+        return self._state.have
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """Inline: called within the trainer's ``push``. What goes wrong is reported, as from any other worker."""
+        try:
+            self._apply([delivery])
+        except WeightwireError as exc:
+            logger.warning("inline receiver %r: %s", self.worker, exc)
+        finally:
+            delivery.release()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None) -> None:
+        """Say goodbye and free everything. Idempotent; the weights that were applied live on."""
+        if self._closed or not self._origin.here:
+            return
+        self._closed = True
+        self._finalizer.detach()
+        self._views.clear()
+        self._receiver.close(Deadline.after(min(self.timeout, 10.0) if timeout is None else timeout))
+
+    def __enter__(self) -> WeightReceiver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "connected" if self.connected else "not connected"
+        return f"<WeightReceiver {self.worker!r} of {self.endpoint}, version {self.version}, {state}>"
+
+    def _claim(self) -> None:
+        self._origin.check()
+        if self._thread is not None:
+            raise RuntimeError(
+                f"{self._origin.what} belongs to thread {self._thread}, which pulled first; this is thread "
+                f"{threading.get_ident()}. Make a receiver for each thread, or share one through weightwire.collectors."
+            )
+        self._thread = threading.get_ident()
+
+
+def _weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
+    """A bound method for the backend that does not keep a forgotten receiver alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        bound = reference()
+        return gone if bound is None else bound(*args)
+
+    return call
+
+
+def _checked_name(worker: str | None) -> str | None:
+    if worker is not None and not (0 < len(worker) <= 255 and worker.isprintable()):
+        raise ValueError(f"a worker's name is 1 to 255 printable characters, not {worker[:300]!r}")
+    return worker
+
+
+def _abandon(receiver: Receiver, origin: Origin) -> None:
+    """At interpreter exit, or when a receiver is forgotten: say goodbye, but not from a forked child."""
+    if origin.here:
+        try:
+            receiver.close(Deadline.after(1.0))
+        except Exception:
+            logger.debug("closing a receiver failed", exc_info=True)

@@ -1,0 +1,228 @@
+"""Who is there, what each worker has, and which failures nobody has heard of yet. Pure: events in, answers out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from weightwire.errors import ApplyError, PushError, RefusedError, WaitTimeout, WorkerLostError
+from weightwire.report import Receipt
+from weightwire.transport import Applied, Event, Have, Joined, Left, Lost, Refused, Staged, Version
+
+__all__ = ["Failure", "Roster", "WorkerInfo"]
+
+logger = logging.getLogger(__name__)
+
+SERIOUSNESS: tuple[type[PushError], ...] = (RefusedError, ApplyError, WorkerLostError, WaitTimeout)
+"""The most serious of a mixed failure is raised."""
+
+
+@dataclass(kw_only=True)
+class WorkerInfo:
+    """What the trainer knows of one worker; ``updater.workers`` hands out copies.
+
+    Attributes:
+        name, incarnation, host, pid: who it is. A restarted worker is a new incarnation of its name.
+        version: the number that it acts with, 0 before its first.
+        stamp, staged: the newest versions that it has applied, and could apply.
+        stuck: it missed a deadline and has not spoken since.
+        error: its last failure, until it applies something newer.
+        notes: what its backend has to say, such as why it fell back to another path.
+    """
+
+    name: str
+    incarnation: int = 0
+    host: str = ""
+    pid: int = 0
+    have: Have = field(default_factory=Have)
+    stamp: Version | None = None
+    staged: Version | None = None
+    stuck: bool = False
+    error: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    needs: bytes = b""
+    applied: Applied | None = None
+    refused: Refused | None = None
+
+    @property
+    def version(self) -> int:
+        return self.stamp.number if self.stamp else 0
+
+    @property
+    def state(self) -> str:
+        """``joined`` (no version yet), ``acting``, ``refusing`` (its newest version failed) or ``stuck``."""
+        if self.stuck:
+            return "stuck"
+        if self.error:
+            return "refusing"
+        return "acting" if self.stamp else "joined"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that the caller of ``push``, ``wait`` or ``close`` has to hear of, once."""
+
+    kind: type[PushError]
+    worker: str
+    version: int
+    error: str
+    phase: str = ""
+    tensor: str = ""
+
+    def __str__(self) -> str:
+        where = f" in phase {self.phase}" if self.phase else ""
+        what = f", tensor {self.tensor!r}" if self.tensor and self.tensor not in self.error else ""
+        return f"worker {self.worker!r}, version {self.version}{where}{what}: {self.error}"
+
+
+class Roster:
+    """Workers by name, and the failures that are still to be told."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, WorkerInfo] = {}
+        self.failures: list[Failure] = []
+        self._refused_here: set[tuple[str, int, Version]] = set()  # told already by the trainer's own preflight
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def observe(self, event: Event) -> None:
+        """Take one event. Those of an incarnation that is gone are dropped."""
+        if isinstance(event, Joined):
+            self._join(event)
+            return
+        worker = self.workers.get(event.worker)
+        if worker is None or worker.incarnation != event.incarnation:
+            return
+        if isinstance(event, (Lost, Left)):
+            del self.workers[event.worker]
+            if isinstance(event, Lost):
+                newest = worker.staged or worker.stamp
+                number = newest.number if newest else 0
+                self._fail(Failure(WorkerLostError, worker.name, number, f"lost: {event.reason}", "wait"))
+            return
+        if isinstance(event, Staged):  # said by the backend, or by a thread of the worker's that needs no policy
+            worker.staged = max(worker.staged or event.stamp, event.stamp)
+            return
+        worker.stuck = False
+        if isinstance(event, Applied):
+            self._applied(worker, event)
+        else:
+            self._refused(worker, event)
+
+    def _join(self, event: Joined) -> None:
+        self.workers[event.worker] = WorkerInfo(
+            name=event.worker,
+            incarnation=event.incarnation,
+            host=event.host,
+            pid=event.pid,
+            have=event.have,
+            stamp=event.have.acting,
+            staged=event.have.acting,
+            notes=dict(event.notes),
+            needs=event.needs,
+        )
+
+    def _applied(self, worker: WorkerInfo, event: Applied) -> None:
+        worker.staged = max(worker.staged or event.stamp, event.stamp)
+        worker.stamp = max(worker.stamp or event.stamp, event.stamp)
+        worker.applied, worker.error = event, event.error
+        if event.error:
+            self._fail(Failure(ApplyError, worker.name, event.stamp.number, event.error, "after-hooks"))
+
+    def _refused(self, worker: WorkerInfo, event: Refused) -> None:
+        worker.refused, worker.error = event, event.error
+        mark = (worker.name, worker.incarnation, event.stamp)
+        if mark in self._refused_here:
+            self._refused_here.discard(mark)
+            return
+        kind = ApplyError if event.kind == "apply" else RefusedError
+        self._fail(Failure(kind, worker.name, event.stamp.number, event.error, event.phase, event.tensor))
+
+    def refuse_here(self, worker: str, stamp: Version, error: str, tensor: str = "") -> None:
+        """Book what the trainer's own preflight found, so that the worker's later word on it is not told again."""
+        info = self.workers[worker]
+        refused = Refused(
+            worker=worker,
+            incarnation=info.incarnation,
+            stamp=stamp,
+            kind="refused",
+            phase="encode",
+            error=error,
+            tensor=tensor,
+        )
+        self.observe(refused)
+        self._refused_here = {m for m in self._refused_here if m[0] != worker} | {(worker, info.incarnation, stamp)}
+
+    def _fail(self, failure: Failure) -> None:
+        logger.warning("%s", failure)
+        self.failures.append(failure)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def pending(self, names: Iterable[str], stamp: Version, state: str) -> list[str]:
+        """Who of ``names`` is still to be waited for, until it has ``stamp`` (or a newer one) in ``state``."""
+        return [name for name in names if self._state(name, stamp) in _BEFORE[state]]
+
+    def _state(self, name: str, stamp: Version) -> str:
+        worker = self.workers.get(name)
+        if worker is None:
+            return "lost"
+        if worker.stamp is not None and worker.stamp >= stamp:
+            return "applied"
+        if worker.refused is not None and worker.refused.stamp >= stamp:
+            return "failed" if worker.refused.kind == "apply" else "refused"
+        if worker.stuck:
+            return "stuck"
+        return "staged" if worker.staged is not None and worker.staged >= stamp else "sent"
+
+    def receipt(self, name: str, stamp: Version) -> Receipt:
+        """What is known of one worker and one version."""
+        state = self._state(name, stamp)
+        worker = self.workers.get(name)
+        if worker is None:
+            error = next((f.error for f in self.failures if f.worker == name), "")
+            return Receipt(worker=name, version=stamp.number, state="lost" if error else "left", error=error)
+        if state == "applied" and worker.applied is not None:
+            done = worker.applied
+            return Receipt(
+                worker=name,
+                version=done.stamp.number,
+                state=state,
+                tensors=done.tensors,
+                nbytes=done.nbytes,
+                seconds=dict(done.seconds),
+                digest=done.digest,
+                error=done.error,
+                phase="after-hooks" if done.error else "",
+            )
+        if state in ("refused", "failed") and worker.refused is not None:
+            bad = worker.refused
+            return Receipt(
+                worker=name, version=stamp.number, state=state, error=bad.error, phase=bad.phase, tensor=bad.tensor
+            )
+        return Receipt(worker=name, version=stamp.number, state=state)
+
+    def time_out(self, names: Iterable[str], stamp: Version, state: str, seconds: float) -> None:
+        """Mark those who missed a deadline as stuck. They are not waited for again until they speak."""
+        for name in names:
+            worker = self.workers[name]
+            last = f"it last applied version {worker.version}" if worker.stamp else "it has applied no version yet"
+            worker.stuck = True
+            self._fail(
+                Failure(
+                    WaitTimeout,
+                    name,
+                    stamp.number,
+                    f"not {state} after {seconds:.3g} s; {last}",
+                    "wait" if state else "",
+                )
+            )
+
+    def take_failures(self) -> list[Failure]:
+        """Everything still to be told, the most serious first; it is forgotten here."""
+        failures, self.failures = self.failures, []
+        return sorted(failures, key=lambda failure: SERIOUSNESS.index(failure.kind))
+
+
+_BEFORE = {"staged": ("sent",), "applied": ("sent", "staged")}

@@ -1,0 +1,35 @@
+"""The suite that any backend runs: ``class TestMine(BackendSuite): endpoint = "mine"``."""
+
+from __future__ import annotations
+
+from weightwire.testing.suites.applying import ApplyingCases
+from weightwire.testing.suites.capabilities import CapabilityCases
+from weightwire.testing.suites.ends import EndCases
+from weightwire.testing.suites.failures import FailureCases
+from weightwire.testing.suites.hostile import HostileCases
+from weightwire.testing.suites.leaks import LeakCases
+from weightwire.testing.suites.model import ModelCases
+from weightwire.testing.suites.roster import RosterCases
+from weightwire.testing.suites.tensors import TensorCases
+
+__all__ = ["BackendSuite"]
+
+
+class BackendSuite(
+    TensorCases,
+    ApplyingCases,
+    RosterCases,
+    EndCases,
+    FailureCases,
+    HostileCases,
+    LeakCases,
+    CapabilityCases,
+    ModelCases,
+):
+    """All cases. A case that needs a capability which the backend does not claim is skipped, with that as the reason.
+
+    Attributes:
+        endpoint: the backend's name, or an endpoint with a location of its own.
+        options: options that go into the endpoint's text.
+        skip: name of a case -> why it does not apply; shown with each run.
+    """

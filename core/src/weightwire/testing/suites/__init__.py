@@ -1,0 +1,1 @@
+"""The cases, by topic. Each module is a mix-in; :class:`weightwire.testing.BackendSuite` is all of them."""

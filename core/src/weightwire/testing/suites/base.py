@@ -1,0 +1,75 @@
+"""What all cases share: the place, the capabilities, the rig, and the gate that skips with a reason."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from weightwire.endpoint import parse
+from weightwire.hookspecs import BackendInfo
+from weightwire.registry import open_backend
+from weightwire.testing.rig import Rig
+
+__all__ = ["Cases", "requires"]
+
+Case = TypeVar("Case", bound=Callable[..., None])
+
+
+def requires(*capabilities: str) -> Callable[[Case], Case]:
+    """Mark a case that only makes sense where the backend claims these."""
+
+    def mark(case: Case) -> Case:
+        case.__dict__["requires"] = capabilities
+        return case
+
+    return mark
+
+
+class Cases:
+    """Base of the mix-ins."""
+
+    endpoint: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    skip: ClassVar[Mapping[str, str]] = {}
+
+    def make_endpoint(self) -> str:
+        """A place that nobody uses yet, as a text that both sides can be given. Override it where that takes more."""
+        if "://" in self.endpoint:
+            return self.endpoint
+        by_port = self.info().location == "host:port"
+        location = f"127.0.0.1:{_free_port()}" if by_port else f"kit-{uuid.uuid4().hex[:12]}"
+        options = "&".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.endpoint}://{location}" + (f"?{options}" if options else "")
+
+    def info(self) -> BackendInfo:
+        """What the backend says of itself."""
+        return open_backend(parse(self.endpoint)).info
+
+    @pytest.fixture(autouse=True)
+    def _gate(self, request: pytest.FixtureRequest) -> None:
+        name = request.function.__name__
+        reason = self.skip.get(name) or self.skip.get(name.removeprefix("test_"))
+        if reason:
+            pytest.skip(reason)
+        missing = [need for need in getattr(request.function, "requires", ()) if need not in self.info().capabilities]
+        if missing:
+            pytest.skip(f"{self.endpoint} does not claim {', '.join(missing)}")
+
+    @pytest.fixture
+    def rig(self, _gate: None) -> Iterator[Rig]:
+        rig = Rig(self.make_endpoint, self.info().capabilities)
+        try:
+            yield rig
+        finally:
+            rig.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,250 @@
+"""The trainer's side of one version: a header, and tensors that are read while it is staged, once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from weightwire.transport import Header, Version
+from weightwire.weights.blocks import gathered
+from weightwire.weights.dtypes import torch_dtype
+from weightwire.weights.layout import ALIGNMENT
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from weightwire.weights.layout import Layout
+    from weightwire.weights.source import State
+    from weightwire.weights.windows import Window
+
+__all__ = ["Payload"]
+
+
+class Payload:
+    """What ``Sender.stage`` is given.
+
+    The tensors under it are the caller's own, read in place; they may be strided, tied, on a device, or shards that are
+    gathered as they are read. Read all bytes exactly once, with *one* of
+
+    * :meth:`pack`, into memory of your own, whole or range by range in ascending order;
+    * :meth:`tensors`, block by block, for engines that take arrays as they are;
+    * :meth:`entries`, typed, for a receiver that is right here.
+
+    Then ask for :attr:`header` (or :meth:`header_bytes`), and only when the version becomes visible to workers: from
+    then on its number is used up. With ``digest=True`` the header is complete only after all bytes were read.
+
+    Attributes:
+        layout: names, dtypes, shapes, and where they lie.
+        stamp: the version.
+        base: the full version on which a subset lies; ``None`` for a full one.
+        nbytes: bytes of the packed payload.
+        digest: whether the header will carry a digest.
+        announced: whether the header was asked for.
+        seconds: time spent, by phase.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        stamp: Version,
+        base: Version | None = None,
+        metadata: bytes = b"{}",
+        digest: bool = False,
+    ) -> None:
+        self.layout = state.layout
+        self.stamp = stamp
+        self.base = base
+        self.nbytes = state.layout.nbytes
+        self.digest = digest
+        self.announced = False
+        self.seconds: dict[str, float] = {}
+        self._metadata = metadata
+        self._tensors = state.tensors
+        self._plan = state.plan
+        self._hash = _Hash(state.layout) if digest else None
+        self._header: Header | None = None
+        self._cut: tuple[int, Tensor] | None = None  # a block that is being handed out in parts, and its bytes
+
+    @property
+    def header(self) -> Header:
+        """The header. Asking for it uses up the version's number."""
+        if self._header is None:
+            digest = self._hash.digest() if self._hash else b""
+            self._header = Header(self.stamp, self.layout, self.base, digest, self._metadata)
+            self.announced = True
+        return self._header
+
+    def header_bytes(self) -> bytes:
+        """The header as it goes over a wire: see :mod:`weightwire.wire`. At most ``header_size`` bytes."""
+        from weightwire.wire import encode_header
+
+        return encode_header(self.header)
+
+    @property
+    def header_size(self) -> int:
+        """An upper bound for ``len(header_bytes())``, known before any byte is read."""
+        from weightwire.wire import header_size_bound
+
+        return header_size_bound(self.layout, self._metadata)
+
+    def pack(self, out: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """Write bytes ``start`` to ``stop`` of the packed payload to the beginning of ``out``, a flat uint8 tensor.
+
+        One fused copy where the whole payload is asked for. Blocks lie at ``layout.starts``; padding is left as it is.
+        Give the same tensor object again and again where you can: its views are kept with it.
+        """
+        import torch
+
+        stop = self.nbytes if stop is None else stop
+        _check(out, start, stop, self.nbytes)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._write(self._plan.windows.of(out, start, stop))
+        _synchronise(self._plan.devices | {out.device})
+        if self._hash:
+            self._hash.add_range(out, start, stop)
+
+    def buckets(self, size: int) -> Iterator[tuple[int, int]]:
+        """Ranges ``(start, stop)`` of at most ``size`` bytes that cover the packed payload, for :meth:`pack`.
+
+        They end between blocks; a block that is larger than a bucket fills as many as it takes.
+        """
+        if size < ALIGNMENT:
+            raise ValueError(f"buckets of {size} bytes: at least {ALIGNMENT} are needed")
+        size -= size % ALIGNMENT
+        starts, start = self.layout.starts, 0
+        while start < self.nbytes:
+            stop = starts[bisect_right(starts, start + size) - 1]
+            if stop <= start:
+                stop = start + size
+            yield start, stop
+            start = stop
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Each block as a flat, contiguous uint8 tensor on the CPU, in order: the caller's own memory where it is fit.
+
+        It holds what it should only until the next is asked for, or ``stage`` returns.
+        """
+        import torch
+
+        for number, block in enumerate(self._plan.blocks):
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                flat = block.flat(self._tensors).cpu()
+            if self._hash:
+                self._hash.add_block(number, flat)
+            yield flat
+
+    def entries(self) -> list[Tensor]:
+        """The caller's tensors, typed, in the order of ``layout.entries``: to be copied from at once, never kept.
+
+        They may be Parameters, and require grad.
+        """
+        import torch
+
+        if self._hash:
+            for _ in self.tensors():
+                pass
+        tensors = list(self._tensors)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for position in self._plan.unusual:
+                dtype = torch_dtype(self.layout.entries[position].dtype)
+                tensors[position] = gathered(tensors[position]).to(dtype).resolve_conj().resolve_neg()
+        return tensors
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the time spent inside under one of :data:`~weightwire.transport.PHASES` instead of ``stage``."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _write(self, window: Window) -> None:
+        import torch
+
+        blocks, tensors = self._plan.blocks, self._tensors
+        # Not no_grad: autograd's bookkeeping costs a fifth of copying a small tensor.
+        with torch.inference_mode():
+            if window.into:
+                torch._foreach_copy_(window.into, [tensors[leaf] for leaf in window.leaves])
+            for number, into in window.odd:
+                into.copy_(blocks[number].read(tensors))
+            for part in window.parts:
+                part.into.copy_(self._bytes_of(part.block)[part.start : part.stop])
+        if self._cut is not None and not window.parts:
+            self._cut = None
+
+    def _bytes_of(self, number: int) -> Tensor:
+        """The bytes of a block that is cut, made once for all of its parts."""
+        if self._cut is None or self._cut[0] != number:
+            self._cut = (number, self._plan.blocks[number].flat(self._tensors))
+        return self._cut[1]
+
+
+class _Hash:
+    """xxh3-128 of the blocks' bytes, in order and without padding, while they are read."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._reset()
+
+    def _reset(self) -> None:
+        import xxhash
+
+        self._state = xxhash.xxh3_128()
+        self._done = 0  # bytes of the packed payload
+
+    def add_range(self, out: Tensor, start: int, stop: int) -> None:
+        """Bytes ``start`` to ``stop`` of the packed payload."""
+        if start == 0:
+            self._reset()
+        if start != self._done:
+            raise RuntimeError(
+                f"bytes from {start} on were read after those before {self._done}: the digest needs order"
+            )
+        data = memoryview(out.cpu().numpy())  # type: ignore[arg-type]
+        for block, first, last in self._layout.within(start, stop):
+            begin = self._layout.starts[block] - start
+            self._state.update(data[begin + first : begin + last])
+        self._done = stop
+
+    def add_block(self, number: int, flat: Tensor) -> None:
+        if number == 0:
+            self._reset()
+        self._state.update(flat.numpy())  # type: ignore[arg-type]
+        self._done = self._layout.starts[number + 1]
+
+    def digest(self) -> bytes:
+        if self._done != self._layout.nbytes:
+            raise RuntimeError(f"the header was asked for after {self._done} of {self._layout.nbytes} bytes were read")
+        return self._state.digest()
+
+
+def _check(out: Tensor, start: int, stop: int, nbytes: int) -> None:
+    import torch
+
+    if not 0 <= start <= stop <= nbytes:
+        raise ValueError(f"bytes {start} to {stop} of a payload of {nbytes}")
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < stop - start:
+        raise ValueError(
+            f"bytes {start} to {stop} do not go into a tensor of {out.dtype} and shape {tuple(out.shape)}: "
+            f"flat uint8 of at least {stop - start} bytes is wanted"
+        )
+
+
+def _synchronise(devices: Iterable[torch.device]) -> None:
+    """Wait until the devices have done what was asked of them: the caller may write to its tensors again then."""
+    import torch
+
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        elif device.type != "cpu":
+            torch.accelerator.synchronize(device)

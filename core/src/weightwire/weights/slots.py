@@ -1,0 +1,208 @@
+"""The places of a target into which tensors go: what each of them is, and why some cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightwire.weights.dtypes import DTYPES, dtype_name, needs_bit_copy
+from weightwire.weights.walk import is_dtensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+__all__ = [
+    "ARRAY",
+    "EXTRA",
+    "ODD",
+    "PLAIN",
+    "Slot",
+    "as_array",
+    "bits",
+    "is_plain",
+    "make_slot",
+    "overlaps_itself",
+    "put",
+    "quiet",
+    "raw_of",
+    "same_bits",
+]
+
+PLAIN, ARRAY, ODD, EXTRA = "plain", "array", "odd", "extra"
+"""Kinds of slots: a tensor, a NumPy array, a tensor whose class runs Python code, a module's extra state."""
+
+
+class Slot(NamedTuple):
+    """One place of a target.
+
+    ``raw`` is a plain tensor over the slot's memory, without autograd; ``None`` where there is no such thing. ``flips`` are
+    the dimensions along which it runs backwards against the array.
+    """
+
+    name: str
+    kind: str
+    leaf: Any
+    place: tuple[Any, Any]  # container and key
+    value: Any  # what has the dtype and shape of the slot: a tensor
+    raw: Tensor | None
+    flips: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.value.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+
+def make_slot(name: str, leaf: Any, place: tuple[Any, Any], *, replace: bool) -> Slot | str:
+    """The slot of a leaf that :func:`~weightwire.weights.walk.walk` found, or what is wrong with it.
+
+    ``replace``: an array may be replaced in its mapping, so that a read-only one will do.
+    """
+    import numpy as np
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        fault = _fault(leaf)
+        return fault or Slot(name, PLAIN if is_plain(type(leaf)) else ODD, leaf, place, leaf, raw_of(leaf))
+    if isinstance(leaf, np.ndarray):
+        return _array_slot(name, leaf, place, replace=replace and isinstance(place[0], MutableMapping))
+    if getattr(leaf, "__name__", "") == "get_extra_state" and callable(leaf):
+        state = leaf()
+        if isinstance(state, torch.Tensor):
+            return _fault(state) or Slot(name, EXTRA, leaf, place, state, None)
+        return f"extra state that is no tensor but a {type(state).__qualname__}"
+    hint = ": torch.tensor(x) makes one of it" if isinstance(leaf, (bool, int, float, complex, np.generic)) else ""
+    return f"a {type(leaf).__qualname__}, not a tensor{hint}"
+
+
+def _fault(tensor: Tensor) -> str:
+    """Why nothing can be put into a tensor; empty where it can."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if is_lazy(tensor):
+        return "not initialised yet: run its lazy module once"
+    if tensor.is_meta:
+        return "on the meta device, without memory: use to_empty() first"
+    if is_dtensor(tensor):
+        return "a DTensor, into which full tensors cannot be put yet: give its to_local()"
+    if tensor.is_nested or tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPES:
+        return (
+            f"a {'nested tensor' if tensor.is_nested else dtype_name(tensor.dtype) + ' tensor'}, which does not travel"
+        )
+    return "" if tensor.layout is torch.strided else f"of layout {tensor.layout}, which does not travel"
+
+
+@cache
+def is_plain(kind: type) -> bool:
+    """Whether torch handles tensors of this class all by itself, in C."""
+    import torch
+
+    return kind in (torch.Tensor, torch.nn.Parameter) or (
+        kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+        and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+        and kind.data is torch.Tensor.data  # type: ignore[attr-defined]
+        and kind.copy_ is torch.Tensor.copy_  # type: ignore[attr-defined]
+    )
+
+
+def raw_of(tensor: Tensor) -> Tensor | None:
+    """A plain, detached tensor over the same memory, with the same version counter."""
+    import torch
+
+    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        return None  # made of other tensors: it has no memory of its own
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        return tensor.as_subclass(torch.Tensor).detach()
+
+
+def _array_slot(name: str, array: np.ndarray[Any, Any], place: tuple[Any, Any], *, replace: bool) -> Slot | str:
+    import numpy as np
+    import torch
+
+    kind = array.dtype.name
+    if isinstance(array, np.ma.MaskedArray):
+        return "a masked array, whose mask would stay"
+    if not array.dtype.isnative:
+        return f"{kind} in foreign byte order"
+    if kind not in DTYPES:
+        return f"an array of dtype {array.dtype}, which is none of torch's"
+    if not array.flags.writeable and not replace:
+        return "a read-only array"
+    flips = tuple(dim for dim, stride in enumerate(array.strides) if stride < 0)
+    seen = np.flip(array, flips) if flips else array
+    if not array.flags.aligned or any(stride % array.itemsize for stride in array.strides):
+        if not replace:
+            return "an array that is not aligned"
+        seen = array.copy()
+    elif not array.flags.writeable:
+        seen = array.copy()  # only looked at: it will be replaced
+    if array.dtype.kind == "V":  # bfloat16 and the float8 kinds, as ml_dtypes registers them with NumPy
+        tensor = torch.from_numpy(seen.view(f"u{array.itemsize}")).view(getattr(torch, kind))
+    else:
+        tensor = torch.from_numpy(seen)
+    return Slot(name, ARRAY, array, place, tensor, tensor, flips)
+
+
+def as_array(tensor: Tensor, like: np.ndarray[Any, Any], *, writable: bool) -> np.ndarray[Any, Any]:
+    """A CPU tensor as an array of the same dtype as ``like``, over the tensor's memory."""
+    array = (bits(tensor).numpy().view(like.dtype)) if like.dtype.kind == "V" else tensor.numpy()
+    if not writable:
+        array.flags.writeable = False
+    return array
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory seen as integers, for dtypes that torch, or NumPy, cannot handle."""
+    import torch
+
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(same[tensor.element_size()])
+
+
+def put(into: Tensor, value: Tensor) -> None:
+    """Copy, whatever the dtype."""
+    if needs_bit_copy(into.dtype):
+        into, value = bits(into), bits(value)
+    into.copy_(value)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype, shape and device hold the same bits: zeros of either sign and NaNs told apart."""
+    import torch
+
+    if needs_bit_copy(one.dtype):
+        one, other = bits(one), bits(other)
+    flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor may share memory with one another (stride 0 is the usual case)."""
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride < reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def quiet() -> ExitStack:
+    """A context in which tensors are made plainly: no autograd, no inference tensors, no default device of the user's."""
+    import torch
+
+    stack = ExitStack()
+    contexts: tuple[Callable[[], Any], ...] = (
+        lambda: torch.inference_mode(False),
+        torch.no_grad,
+        torch._C.DisableTorchFunction,
+    )
+    for context in contexts:
+        stack.enter_context(context())
+    return stack

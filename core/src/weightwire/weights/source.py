@@ -1,0 +1,262 @@
+"""From a user's object to live tensors and the layout under which they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightwire.errors import PreflightError, WireError
+from weightwire.weights.dtypes import DTYPES, dtype_name
+from weightwire.weights.names import SHOWN, NameMap
+from weightwire.weights.plan import Plan, make_plan
+from weightwire.weights.walk import Signature, is_dtensor, is_state, names_of, signature, unchanged, walk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightwire.weights.layout import Layout
+    from weightwire.weights.names import Cast, Rename, Select
+
+__all__ = ["Source", "State"]
+
+
+class State(NamedTuple):
+    """What is sent: the caller's own tensors, not yet read, in the order of the layout's entries."""
+
+    plan: Plan
+    tensors: Sequence[Tensor]
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+
+class Source:
+    """Reads weights: a Module, TensorDict, nested mapping of tensors, arrays or Modules, a function that returns one.
+
+    Looking again at a state that has not changed (same names, same tensors in the same places) costs about half a
+    microsecond a tensor and gives the same ``Layout`` object. No tensor is kept alive in between.
+    """
+
+    def __init__(self, weights: Any = None, *, select: Select = None, rename: Rename = None, cast: Cast = None) -> None:
+        self._weights = weights
+        self._map = NameMap(select, rename, cast)
+        self._known: list[_Known] = []  # newest first
+
+    def extract(self, weights: Any = None) -> State:
+        """The state of ``weights``, or of those that the source was made with.
+
+        Raises :class:`~weightwire.PreflightError`, naming the tensors, for what cannot be sent.
+        """
+        import torch
+
+        if weights is None:
+            weights = self._weights
+        if callable(weights) and not is_state(weights):
+            weights = weights()
+        trace, leaves = walk(weights)
+        for known in self._known:
+            tensors = known.look(trace, leaves)
+            if tensors is not None:
+                return State(known.plan, tensors)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return self._build(trace, leaves)
+
+    def _build(self, trace: list[Any], leaves: list[Any]) -> State:
+        names = names_of(trace)
+        if not names:
+            raise PreflightError("the weights are empty: there is not a single tensor in them")
+        chosen = self._map.apply(names)
+        positions = [position for position, _ in chosen]
+        tensors = _tensors([(names[position], leaves[position]) for position in positions])
+        dtypes = [self._map.dtype(names[p], dtype_name(tensor.dtype)) for p, tensor in zip(positions, tensors)]
+        plan = make_plan([name for _, name in chosen], tensors, dtypes)
+        for known in self._known:  # the same in other memory: what was derived from the old objects stays good
+            if known.plan.layout == plan.layout:
+                plan.layout = known.plan.layout
+                plan = known.plan if known.plan.same_as(plan) else plan
+        try:
+            _ = plan.layout.wire  # refuses what no backend could send: names with line breaks, a hundred dimensions
+        except WireError as exc:
+            raise PreflightError(f"these weights cannot be sent: {exc}") from exc
+        others = [known for known in self._known if known.plan is not plan and known.trace != trace]
+        self._known = [_Known(plan, trace, leaves, positions, tensors), *others[:_KEPT]]
+        return State(plan, tensors)
+
+
+_KEPT = 3
+"""How many layouts a source remembers beside the newest: of subsets, or of other objects that are pushed in turn."""
+
+
+class _Known:
+    """A state as it was when its plan was made, without its tensors."""
+
+    def __init__(
+        self, plan: Plan, trace: list[Any], leaves: list[Any], positions: list[int], tensors: list[Tensor]
+    ) -> None:
+        self.plan = plan
+        self.trace = trace
+        self._types = list(map(type, leaves))
+        self._positions = None if positions == list(range(len(leaves))) else positions
+        self._odd = [n for n, position in enumerate(positions) if not _is_tensor(leaves[position])]
+        self._sharded = [n for n, tensor in enumerate(tensors) if is_dtensor(tensor)]
+        self._specs = _specs(tensors, self._sharded)
+        self._bits = _bits(tensors, plan.tied)
+        self._signature: Signature = signature(self._local(tensors))
+
+    def look(self, trace: list[Any], leaves: list[Any]) -> list[Tensor] | None:
+        """The tensors, where this plan is good for them."""
+        if trace != self.trace or list(map(type, leaves)) != self._types:
+            return None
+        tensors = leaves if self._positions is None else [leaves[position] for position in self._positions]
+        if self._odd:
+            tensors = list(tensors)
+            for n in self._odd:
+                found = _tensor(tensors[n])
+                if isinstance(found, str):  # what is wrong with it; whoever builds anew can name it
+                    return None
+                tensors[n] = found
+        same = unchanged(self._signature, self._local(tensors)) and (
+            _bits(tensors, self.plan.tied) == self._bits and _specs(tensors, self._sharded) == self._specs
+        )
+        return tensors if same else None
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        if not self._sharded:
+            return tensors
+        tensors = list(tensors)
+        for n in self._sharded:
+            tensors[n] = tensors[n]._local_tensor  # type: ignore[attr-defined]
+        return tensors
+
+
+def _specs(tensors: Sequence[Any], sharded: Iterable[int]) -> list[Any]:
+    return [(tensors[n].shape, tensors[n].device_mesh, tensors[n].placements) for n in sharded]
+
+
+def _bits(tensors: Sequence[Tensor], positions: Iterable[int]) -> list[tuple[bool, bool]]:
+    """Conjugate and negative views have the geometry of what they are views of, and other values."""
+    return [(tensors[n].is_conj(), tensors[n].is_neg()) for n in positions]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor)
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(leaves: Sequence[tuple[str, Any]]) -> list[Tensor]:
+    """A tensor for each leaf, or an error that names all that cannot be sent."""
+    tensors: list[Tensor] = []
+    faults: list[str] = []
+    for name, leaf in leaves:
+        found = _tensor(leaf)
+        fault = found if isinstance(found, str) else _fault(found)
+        if fault:
+            faults.append(f"  {name}: {fault}")
+        elif not isinstance(found, str):
+            tensors.append(found)
+    if faults:
+        more = [f"  and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        raise PreflightError("\n".join(["these weights cannot be sent:", *faults[:SHOWN], *more]))
+    return tensors
+
+
+def _tensor(leaf: Any) -> Tensor | str:
+    """The leaf as a tensor that shares its memory, or what is wrong with it."""
+    import numpy as np
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return _from_numpy(leaf)
+    if getattr(leaf, "__name__", "") == "get_extra_state" and callable(leaf):
+        state = leaf()
+        kind = type(state).__qualname__
+        return state if isinstance(state, torch.Tensor) else f"extra state that is no tensor but a {kind}: {_LEAVE_OUT}"
+    if isinstance(leaf, (bool, int, float, complex, np.generic)):
+        return f"a {type(leaf).__qualname__}, not a tensor: torch.tensor(x) makes one of it"
+    return f"a {type(leaf).__qualname__}, not a tensor: {_LEAVE_OUT}"
+
+
+_LEAVE_OUT = 'select=["!name"] leaves a tensor out'
+
+
+def _from_numpy(array: Any) -> Tensor | str:
+    import numpy as np
+    import torch
+
+    name = array.dtype.name
+    if isinstance(array, np.ma.MaskedArray):
+        return "a masked array, whose mask would be lost"
+    if not array.dtype.isnative:
+        return f"{name} in foreign byte order: x.astype(x.dtype.newbyteorder('=')) brings it into this machine's"
+    if name not in DTYPES:
+        return f"an array of dtype {array.dtype}, which is none of torch's"
+    if not array.flags.aligned or any(s < 0 or s % array.itemsize for s in array.strides):
+        array = array.copy()  # torch cannot look at it
+    if not array.flags.writeable:
+        array = np.asarray(_Readable(array))
+    if array.dtype.kind == "V":  # bfloat16 and the float8 kinds, as ml_dtypes registers them with NumPy
+        bits = array.view(f"u{array.itemsize}")
+        return torch.from_numpy(bits).view(getattr(torch, name))
+    return torch.from_numpy(array)
+
+
+class _Readable:
+    """A read-only array, seen without its flag: torch has no read-only tensors and warns, but nothing here writes."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__: Mapping[str, Any] = {**array.__array_interface__, "data": (address, False)}
+
+
+def _fault(tensor: Tensor) -> str:
+    """Why a tensor cannot be sent; empty where it can."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    dtype = dtype_name(tensor.dtype)
+    if is_lazy(tensor):
+        return "not initialised yet: run its lazy module once"
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized or dtype not in DTYPES:
+        return f"of dtype {dtype}, which does not travel"
+    if tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}: x.to_dense() can be sent"
+    if is_dtensor(tensor):
+        return _sharding_fault(tensor)
+    return (
+        ""
+        if _has_memory(tensor)
+        else f"a {type(tensor).__qualname__} without memory under it (offloaded, or made of others?)"
+    )
+
+
+def _sharding_fault(tensor: Any) -> str:
+    if tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements):
+        return "" if _has_memory(tensor._local_tensor) else "a DTensor without memory under it"
+    return (
+        f"a DTensor spread over {tensor.device_mesh.size()} ranks, which is not gathered here: "
+        "give a function that returns full tensors"
+    )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the storage is as large as the tensor says."""
+    if tensor.numel() == 0:
+        return True
+    try:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= needed
+    except RuntimeError:  # no storage at all: fake and functional tensors
+        return False

@@ -1,0 +1,392 @@
+"""The target that is a Module, TensorDict or mapping: its tensors and arrays are updated where they are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightwire.errors import PreflightError
+from weightwire.weights.commit import Prepared, Risky, Step
+from weightwire.weights.dtypes import needs_bit_copy
+from weightwire.weights.fit import Fit, Route, make_fit
+from weightwire.weights.names import SHOWN, NameMap, Needs, canonical_all, encode_needs, match
+from weightwire.weights.slots import ARRAY, EXTRA, PLAIN, Slot, as_array, bits, make_slot, quiet, raw_of, same_bits
+from weightwire.weights.target import Target
+from weightwire.weights.walk import Signature, Walk, is_state, names_of, signature, walk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from weightwire.transport import Header, Version
+    from weightwire.weights.layout import Layout
+
+__all__ = ["StateTarget"]
+
+Place = tuple[Any, Any]  # container and key
+
+
+class StateTarget(Target):
+    """Updates the tensors and arrays of a Module, TensorDict or mapping, nested as may be.
+
+    Looking at a target that is as it was left costs about half a microsecond a tensor; all else is worked out only when
+    the target or the payload's layout has changed.
+    """
+
+    def __init__(self, weights: Any, names: NameMap, *, alias: bool) -> None:
+        self.weights = weights
+        self._names = names
+        self._alias = alias
+        self._coming: _Coming | None = None
+        with quiet():
+            self._seen, _ = _survey(weights, names, alias=alias)
+
+    def needs(self) -> bytes:
+        return encode_needs(self._seen.needs)
+
+    def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
+        import torch
+
+        use = _Use(header.base is not None, writable, list(map(torch.Tensor.get_device, views)))
+        places: list[Place] = []
+        found = walk(self.weights, places if self._seen.special else None)
+        fit = self._seen.fit(header.layout, use) if self._seen.holds(found) else None
+        if fit is None:
+            with quiet():
+                fit = self._make_fit(header.layout, use, views)
+            found = walk(self.weights, places := [])
+        coming = self._coming if header.base is not None else None
+        if coming is not None and not (coming.stamp == header.base and coming.before is self._seen.look):
+            coming = None  # it has been committed, or given up
+        work = _Work(self._seen, fit, views, found.leaves, places, writable, coming.tensors if coming else {})
+        prepared = work.prepared()
+        self._coming = None
+        if self._alias and header.base is None:
+            self._coming = _Coming(header.stamp, self._seen.look, work.moved)
+        return prepared
+
+    def _make_fit(self, layout: Layout, use: _Use, views: Sequence[Tensor]) -> Fit:
+        """Look closely at the target, and work out how the payload goes into it."""
+        seen, slots = _survey(self.weights, self._names, alias=self._alias)
+        if seen.look == self._seen.look and seen.trace == self._seen.trace and seen.types == self._seen.types:
+            seen = self._seen
+        pairs, difference = match(layout, seen.needs, subset=use.subset)
+        if difference:
+            raise PreflightError(difference.message())
+        self._seen = seen
+        buffers = set() if use.writable else {id(module._buffers) for module in _modules(self.weights)}
+        leaves = [(entry, seen.leaf_of[need]) for entry, need in pairs]
+        fit = make_fit(
+            layout, leaves, slots, views, alias=self._alias, private=lambda slot: id(slot.place[0]) in buffers
+        )
+        seen.keep(layout, use, fit)
+        return fit
+
+
+class _Coming(NamedTuple):
+    """What an aliased full version that was prepared will bring: for the subset that may be prepared on top of it."""
+
+    stamp: Version
+    before: _Look
+    tensors: Mapping[int, Tensor]
+
+
+def _modules(state: Any) -> Iterator[Module]:
+    import torch
+
+    if isinstance(state, torch.nn.Module):
+        yield from state.modules()
+    elif is_state(state):
+        for value in state.values():
+            yield from _modules(value)
+
+
+# -- how the target looks --------------------------------------------------------------------------------------------
+
+
+class _Use(NamedTuple):
+    """What a fit depends on beside layout and target: ``devices`` are the views'."""
+
+    subset: bool
+    writable: bool
+    devices: list[int]
+
+
+class _Look(NamedTuple):
+    """Everything by which a change of the target shows that names and types do not show."""
+
+    tensors: Signature
+    arrays: list[tuple[Any, ...]]
+    others: list[tuple[Any, ...]]
+
+
+class _Seen:
+    """A target as it looked, and the fits that are good as long as it looks so."""
+
+    def __init__(self, found: Walk, slots: Mapping[int, Slot], names: NameMap) -> None:
+        self.trace = found.trace
+        self.types = list(map(type, found.leaves))
+        self.plain = [leaf for leaf, slot in slots.items() if slot.kind == PLAIN]
+        self.arrays = [leaf for leaf, slot in slots.items() if slot.kind == ARRAY]
+        self.others = [leaf for leaf, slot in slots.items() if slot.kind not in (PLAIN, ARRAY)]
+        self.special = bool(self.arrays or self.others)
+        self.columns = {leaf: column for column, leaf in enumerate(self.plain)}
+        self.leaf_of = list(slots)
+        self.needs = Needs(
+            tuple(canonical_all([slot.name for slot in slots.values()])),
+            tuple(slot.dtype for slot in slots.values()),
+            tuple(slot.shape for slot in slots.values()),
+            names,
+        )
+        self.look = self._look_at(found.leaves)
+        self._fits: dict[int, tuple[Layout, _Use, Fit]] = {}
+
+    def holds(self, found: Walk) -> bool:
+        """Whether the target still looks as it did."""
+        if found.trace != self.trace or list(map(type, found.leaves)) != self.types:
+            return False
+        try:
+            return self._look_at(found.leaves) == self.look
+        except RuntimeError:  # a tensor that has no address any more
+            return False
+
+    def _look_at(self, leaves: Sequence[Any]) -> _Look:
+        plain = leaves if len(self.plain) == len(leaves) else [leaves[leaf] for leaf in self.plain]
+        arrays = [leaves[leaf] for leaf in self.arrays]
+        return _Look(
+            signature(plain),
+            [(id(array), array.shape, array.strides, array.dtype) for array in arrays],
+            [_facts(leaves[leaf]) for leaf in self.others],
+        )
+
+    def after(
+        self, tensors: Mapping[int, Tensor], strides: Sequence[tuple[int, ...]], arrays: Mapping[int, Any]
+    ) -> _Look:
+        """How the target will look when these leaves have moved."""
+        import torch
+
+        old = self.look.tensors
+        look = old._replace(addresses=list(old.addresses), strides=list(old.strides))
+        for leaf, address, stride in zip(tensors, map(torch.Tensor.data_ptr, tensors.values()), strides):
+            column = self.columns[leaf]
+            look.addresses[column] = address
+            look.strides[column] = stride
+        facts = list(self.look.arrays)
+        for place, leaf in enumerate(self.arrays if arrays else ()):
+            if leaf in arrays:
+                array = arrays[leaf]
+                facts[place] = (id(array), array.shape, array.strides, array.dtype)
+        return _Look(look, facts, self.look.others)
+
+    def fit(self, layout: Layout, use: _Use) -> Fit | None:
+        known = self._fits.get(id(layout))
+        return known[2] if known is not None and known[0] is layout and known[1] == use else None
+
+    def keep(self, layout: Layout, use: _Use, fit: Fit) -> None:
+        if len(self._fits) >= _KEPT:
+            self._fits.clear()
+        self._fits[id(layout)] = (layout, use, fit)
+
+
+_KEPT = 4
+"""How many layouts a target remembers its fit to: full versions and subsets, pushed in turn."""
+
+
+def _facts(leaf: Any) -> tuple[Any, ...]:
+    import torch
+
+    value = leaf if isinstance(leaf, torch.Tensor) else leaf()
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    return (type(value), value.dtype, tuple(value.shape), value.device)
+
+
+def _survey(weights: Any, names: NameMap, *, alias: bool) -> tuple[_Seen, dict[int, Slot]]:
+    """Look closely at a target. Raises :class:`~weightwire.PreflightError`, naming what cannot be updated."""
+    places: list[Place] = []
+    found = walk(weights, places)
+    again = walk(weights)
+    slots: dict[int, Slot] = {}
+    faults: list[str] = []
+    for leaf, name in enumerate(names_of(found.trace)):
+        value = found.leaves[leaf]
+        slot = make_slot(name, value, places[leaf], replace=alias)
+        if isinstance(slot, Slot) and slot.kind != EXTRA and again.leaves[leaf] is not value:
+            slot = "made anew each time that it is looked at, so that what is written into it is lost"
+        if isinstance(slot, Slot):
+            slots[leaf] = slot
+        elif not names.excuses(name):
+            faults.append(f"  {name}: {slot}")
+    if faults:
+        more = [f"  and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        raise PreflightError("\n".join(["the target has what cannot be updated:", *faults[:SHOWN], *more]))
+    if not slots:
+        raise PreflightError("the target has no tensors; without a target the receiver makes a mapping of its own")
+    return _Seen(found, slots, names), slots
+
+
+# -- one payload -----------------------------------------------------------------------------------------------------
+
+
+class _Work:
+    """Makes one payload ready: all that can fail."""
+
+    def __init__(
+        self,
+        seen: _Seen,
+        fit: Fit,
+        views: Sequence[Tensor],
+        leaves: Sequence[Any],
+        places: Sequence[Place],
+        writable: bool,
+        coming: Mapping[int, Tensor],
+    ) -> None:
+        self.seen, self.fit, self.views, self.leaves, self.places = seen, fit, views, leaves, places
+        self.writable = writable
+        self.coming = coming
+        self.moved: dict[int, Tensor] = {}
+        self.replaced: dict[int, Any] = {}
+        self.steps: list[Step] = []
+        self.risky: list[Risky] = []
+
+    def prepared(self) -> Prepared:
+        import torch
+
+        fit, tensor = self.fit, torch.Tensor
+        values = list(map(self.views.__getitem__, fit.copied))
+        fresh = list(map(self.views.__getitem__, fit.swapped))
+        if fit.special or any(map(tensor.is_inference, fresh)):
+            with quiet():
+                _adapt(values, fit.adapted_copies)
+                _adapt(fresh, fit.adapted_swaps)
+                fresh = [_normal(one) if one.is_inference() else one for one in fresh]
+                self.moved = dict(zip(fit.moving, fresh))
+                self._special()
+        elif fresh:
+            self.moved = dict(zip(fit.moving, fresh))
+        if values:
+            self.steps.append(partial(torch._foreach_copy_, fit.into, values))
+        old: list[Any] = [self.leaves[leaf] for leaf in self.replaced]
+        if self.moved:
+            moving = list(map(self.leaves.__getitem__, self.moved))
+            old += map(tensor.untyped_storage, moving)
+            self.steps.append(partial(deque, map(tensor.data.__set__, moving, self.moved.values()), 0))  # type: ignore[attr-defined]
+        if self.moved or self.replaced:
+            if fit.strides is None:
+                fit.strides = list(map(tensor.stride, self.moved.values()))
+            look = self.seen.after(self.moved, fit.strides, self.replaced)
+            self.steps.append(partial(setattr, self.seen, "look", look))
+        return Prepared(
+            tensors=fit.tensors,
+            nbytes=fit.nbytes,
+            steps=self.steps,
+            risky=self.risky,
+            inference=fit.inference,
+            keep=old,
+            streams=fit.streams,
+        )
+
+    def _special(self) -> None:
+        """What few targets have: memory that is shared in ways of their own, arrays to replace, code of the user's."""
+        for tie in self.fit.ties:
+            for leaf, tensor in tie.solve(self.views, self._now):
+                if leaf in self.seen.columns:
+                    self.moved[leaf] = tensor
+                else:
+                    self._place(leaf, tensor, writable=True)
+        for route in self.fit.places:
+            with _naming(route):
+                value = self.views[route.view]
+                self._place(
+                    route.leaf, route.adapt(value) if route.adapt else value, writable=self.writable or route.adapt
+                )
+        for route in self.fit.odd:
+            with _naming(route):
+                self.risky.append(self._odd(route))
+
+    def _now(self, leaf: int) -> Tensor:
+        """The values of a leaf as they will be when this payload is committed."""
+        slot = make_slot("", self.leaves[leaf], self.places[leaf], replace=True)
+        assert isinstance(slot, Slot)
+        assert slot.raw is not None
+        return self.coming.get(leaf, slot.raw)
+
+    def _place(self, leaf: int, tensor: Tensor, *, writable: object) -> None:
+        container, key = self.places[leaf]
+        old = self.leaves[leaf]
+        new = self.replaced[leaf] = as_array(tensor, old, writable=bool(writable))
+        setter = type(container).__setitem__
+        if setter is dict.__setitem__ or setter is OrderedDict.__setitem__:
+            self.steps.append(partial(setter, container, key, new))
+        else:
+            back = partial(_put_back, container, key, old)
+            self.risky.append(Risky(str(key), partial(setter, container, key, new), mend=back))
+
+    def _odd(self, route: Route) -> Risky:
+        import torch
+
+        assert route.adapt is not None
+        value, leaf = route.adapt(self.views[route.view]), self.leaves[route.leaf]
+        if not isinstance(leaf, torch.Tensor):  # the bound get_extra_state
+            module, old = leaf.__self__, leaf()
+            old = old.detach().clone()
+            return Risky(route.name, partial(module.set_extra_state, value), mend=partial(_restate, module, old))
+        raw = raw_of(leaf)
+        do = partial(_write, leaf, value)
+        if raw is None:
+            with torch._C._EnableTorchFunction():
+                old = leaf.detach().clone()
+            return Risky(route.name, do, mend=partial(_write, leaf, old))
+        raw = bits(raw) if needs_bit_copy(raw.dtype) else raw
+        return Risky(route.name, do, restore=partial(torch.Tensor.copy_, raw, raw.clone()))
+
+
+def _adapt(values: list[Tensor], routes: Sequence[tuple[int, Route]]) -> None:
+    for place, route in routes:
+        assert route.adapt is not None
+        with _naming(route):
+            values[place] = route.adapt(values[place])
+
+
+@contextmanager
+def _naming(route: Route) -> Iterator[None]:
+    """Put the tensor's name on whatever goes wrong with it."""
+    try:
+        yield
+    except Exception as exc:
+        with suppress(AttributeError):
+            exc.tensor = route.name  # type: ignore[attr-defined]
+        raise
+
+
+def _normal(view: Tensor) -> Tensor:
+    """The same memory, seen by a tensor that can be trained although the view was made in inference mode."""
+    import torch
+
+    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
+    tensor.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+    return tensor
+
+
+# -- steps that run code of the user's -------------------------------------------------------------------------------
+
+
+def _write(leaf: Tensor, value: Tensor) -> None:
+    import torch
+
+    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+        leaf.copy_(value)
+
+
+def _restate(module: Module, old: Tensor) -> None:
+    now = module.get_extra_state()
+    if now.dtype != old.dtype or now.shape != old.shape or not same_bits(now, old):
+        module.set_extra_state(old)
+
+
+def _put_back(container: Any, key: Any, old: Any) -> None:
+    if container[key] is not old:
+        container[key] = old

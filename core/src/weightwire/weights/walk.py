@@ -1,0 +1,209 @@
+"""From a user's object to named leaves, cheaply enough to be done before every push and pull.
+
+:func:`walk` collects leaves and a *trace*, from which :func:`names_of` makes their names: while traces are equal, names
+are, and no string is made. While the :func:`signature` of tensors is equal, so is all that is derived from where they
+lie and how they look. Neither a trace nor a signature keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightwire.errors import PreflightError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ["Signature", "Walk", "is_dtensor", "is_state", "leaves", "names_of", "signature", "unchanged", "walk"]
+
+OPEN, CLOSE = object(), object()  # in a trace: OPEN, key (None: the level adds nothing to names), ..., CLOSE
+
+
+class Walk(NamedTuple):
+    """Keys and levels in the order in which they were met, and one leaf for each key that is no level."""
+
+    trace: list[Any]
+    leaves: list[Any]
+
+
+def walk(state: Any, places: list[tuple[Any, Any]] | None = None) -> Walk:
+    """The leaves of a Module, a TensorDict or a mapping, nested to any depth.
+
+    Of a Module: parameters, persistent buffers and extra state, the names of ``state_dict`` but without its hooks; for
+    extra state the leaf is the bound ``get_extra_state``, so that only who wants it pays for it. Of a mapping: whatever
+    is not a level itself, of any type: the caller refuses what it cannot use.
+
+    ``places``, where given, gets the container and key of each leaf.
+    """
+    import torch
+
+    walker = _Walker(places, torch.nn.Module.get_extra_state)
+    try:
+        if isinstance(state, torch.nn.Module):
+            walker.module(state)
+        elif is_state(state):
+            walker.mapping(state)
+        else:
+            raise PreflightError(
+                "weights are a Module, a TensorDict, a mapping with names as keys, or a function that returns one of "
+                f"these; not a {type(state).__qualname__}"
+            )
+    except RecursionError:
+        raise PreflightError("the weights are nested too deeply, or contain themselves") from None
+    return Walk(walker.trace, walker.leaves)
+
+
+def leaves(state: Any) -> list[tuple[str, Any]]:
+    """Name and leaf of all that :func:`walk` finds."""
+    found = walk(state)
+    return list(zip(names_of(found.trace), found.leaves))
+
+
+def names_of(trace: Sequence[Any]) -> list[str]:
+    """The dotted name of each leaf. Raises :class:`~weightwire.PreflightError` for a key that cannot be in a name."""
+    names: list[str] = []
+    prefixes = [""]
+    tokens = iter(trace)
+    for token in tokens:
+        if token is OPEN:
+            key = next(tokens)
+            prefixes.append(prefixes[-1] if key is None else f"{prefixes[-1]}{_checked(key, prefixes[-1])}.")
+        elif token is CLOSE:
+            prefixes.pop()
+        else:
+            names.append(prefixes[-1] + _checked(token, prefixes[-1]))
+    return names
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a level of a state (Module, TensorDict, mapping) and not a leaf."""
+    import torch
+
+    if isinstance(value, (torch.nn.Module, Mapping)):
+        return True
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is None:
+        return False
+    return bool(tensordict.is_tensor_collection(value) and not tensordict.is_non_tensor(value))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor, found out without importing what it comes from."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+class _Walker:
+    """One walk. Written for speed: the loops run before every push."""
+
+    __slots__ = ("leaves", "no_extra", "places", "trace")
+
+    def __init__(self, places: list[tuple[Any, Any]] | None, no_extra: Callable[..., Any]) -> None:
+        self.trace: list[Any] = []
+        self.leaves: list[Any] = []
+        self.places = places
+        self.no_extra = no_extra
+
+    def module(self, module: Module) -> None:
+        trace, leaves, places = self.trace, self.leaves, self.places
+        parameters = module._parameters
+        if parameters:
+            for key, value in parameters.items():
+                if value is not None:
+                    trace.append(key)
+                    leaves.append(value)
+                    if places is not None:
+                        places.append((parameters, key))
+        buffers = module._buffers
+        if buffers:
+            hidden = module._non_persistent_buffers_set
+            for key, buffer in buffers.items():
+                if buffer is not None and key not in hidden:
+                    trace.append(key)
+                    leaves.append(buffer)
+                    if places is not None:
+                        places.append((buffers, key))
+        if type(module).get_extra_state is not self.no_extra:
+            trace.append("_extra_state")
+            leaves.append(module.get_extra_state)
+            if places is not None:
+                places.append((module, "_extra_state"))
+        children = module._modules
+        if children:
+            unseen = "module" in children and _is_data_parallel(module)
+            for name, child in children.items():
+                if child is not None:
+                    trace += (OPEN, None if unseen else name)
+                    self.module(child)
+                    trace.append(CLOSE)
+
+    def mapping(self, mapping: Mapping[Any, Any]) -> None:
+        import numpy as np
+        import torch
+
+        trace, leaves, places = self.trace, self.leaves, self.places
+        for key, value in mapping.items():
+            if not isinstance(value, (torch.Tensor, np.ndarray)) and is_state(value):
+                trace += (OPEN, key)
+                if isinstance(value, torch.nn.Module):
+                    self.module(value)
+                else:
+                    self.mapping(value)
+                trace.append(CLOSE)
+                continue
+            trace.append(key)
+            leaves.append(value)
+            if places is not None:
+                places.append((mapping, key))
+
+
+def _is_data_parallel(module: Module) -> bool:
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    return isinstance(module, (DataParallel, DistributedDataParallel))
+
+
+def _checked(key: Any, prefix: str) -> str:
+    if not isinstance(key, str):
+        where = f" (in {prefix.removesuffix('.')!r})" if prefix else ""
+        raise PreflightError(f"the key {key!r}{where} is a {type(key).__qualname__}: names are str")
+    if not key or "\0" in key:
+        raise PreflightError(f"the key {key!r} under {prefix!r} is empty or holds a NUL")
+    return key
+
+
+class Signature(NamedTuple):
+    """All that names do not say of tensors: column by column, since that is the fastest to make and to compare."""
+
+    addresses: list[int]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    devices: list[int]
+
+
+def signature(tensors: Sequence[Tensor]) -> Signature:
+    """The geometry of plain tensors (strided, with memory of their own). Others may raise ``RuntimeError``."""
+    import torch
+
+    tensor = torch.Tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return Signature(
+            list(map(tensor.data_ptr, tensors)),
+            list(map(tensor.dtype.__get__, tensors)),  # type: ignore[attr-defined]
+            list(map(tensor.shape.__get__, tensors)),  # type: ignore[attr-defined]
+            list(map(tensor.stride, tensors)),
+            list(map(tensor.get_device, tensors)),
+        )
+
+
+def unchanged(known: Signature, tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors have this signature: lie where they lay, and look as they looked."""
+    try:
+        return signature(tensors) == known
+    except RuntimeError:  # no longer plain: whoever looks closer can name it
+        return False

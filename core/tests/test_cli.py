@@ -1,0 +1,156 @@
+"""The command line, mostly in the test's own process; what must not be imported is shown in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weightwire
+from weightwire.cli import backends, main
+
+FakeDist = Callable[..., Path]
+
+GOOD = """
+from weightwire import BackendInfo, hookimpl
+print("noise of a plugin")
+@hookimpl
+def weightwire_backend(): return BackendInfo(summary="good", pickles="own")
+@hookimpl
+def weightwire_make_sender(): ...
+@hookimpl
+def weightwire_make_receiver(): ...
+"""
+
+
+@pytest.fixture
+def only_fakes(fake_dist: FakeDist, monkeypatch: pytest.MonkeyPatch) -> FakeDist:
+    """Show nothing but the fake distributions of the test."""
+    found = backends.available
+    names: set[str] = set()
+    monkeypatch.setattr(backends, "available", lambda: [r for r in found() if r.distribution in names])
+
+    def make(name: str, *args: Any, **kwargs: Any) -> Path:
+        names.add(name)
+        return fake_dist(name, *args, **kwargs)
+
+    return make
+
+
+def test_backends_lists_what_is_installed(only_fakes: FakeDist, capsys: pytest.CaptureFixture[str]) -> None:
+    only_fakes("weightwire-one", {"one": "cli_one"}, version="1.5", cli_one="raise RuntimeError")
+    only_fakes("weightwire-another", {"another": "cli_another"})
+    assert main(["backends"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "NAME     DISTRIBUTION        VERSION  SUMMARY",
+        "another  weightwire-another  1.0      fake weightwire-another",
+        "one      weightwire-one      1.5      fake weightwire-one",
+    ]
+    assert "cli_one" not in sys.modules
+
+
+def test_backends_as_json(only_fakes: FakeDist, capsys: pytest.CaptureFixture[str]) -> None:
+    only_fakes("weightwire-one", {"one": "cli_json"}, cli_json="")
+    assert main(["backends", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "name": "one",
+            "distribution": "weightwire-one",
+            "version": "1.0",
+            "summary": "fake weightwire-one",
+            "value": "cli_json",
+            "fault": "",
+        }
+    ]
+
+
+def test_no_backends(only_fakes: FakeDist, capsys: pytest.CaptureFixture[str]) -> None:
+    del only_fakes
+    assert main(["backends"]) == 0
+    assert "pip install weightwire-ipc" in capsys.readouterr().out
+
+
+def test_conflicts_and_foreign_text(only_fakes: FakeDist, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "Metadata-Version: 2.1\nName: twin-a\nVersion: 1\nSummary: clear\x1b[2Jscreen\n"
+    only_fakes("twin-a", {"twin": "cli_twin"}, metadata=evil)
+    only_fakes("twin-b", {"twin": "cli_twin"})
+    assert main(["backends"]) == 0
+    out = capsys.readouterr().out
+    assert "'twin' is claimed by 2 distributions: write twin@DISTRIBUTION to choose." in out
+    assert "clear [2Jscreen" in out
+    assert "\x1b" not in out
+
+
+def test_check_opens_each(only_fakes: FakeDist, capfd: pytest.CaptureFixture[str]) -> None:
+    only_fakes("weightwire-fine", {"fine": "cli_fine"}, cli_fine=GOOD)
+    assert main(["backends", "--check"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "NAME  DISTRIBUTION     VERSION  CHECK  SUMMARY",
+        "fine  weightwire-fine  1.0      ok     fake weightwire-fine",
+    ]
+    assert "cli_fine" not in sys.modules
+
+
+def test_check_tells_what_is_broken(only_fakes: FakeDist, capfd: pytest.CaptureFixture[str]) -> None:
+    only_fakes("weightwire-fine", {"fine": "cli_fine2"}, cli_fine2=GOOD)
+    only_fakes("weightwire-bad", {"bad": "cli_bad"}, cli_bad="import no_such_dependency")
+    only_fakes("weightwire-dead", {"dead": "cli_dead"}, cli_dead="import os; os._exit(7)")
+    assert main(["backends", "--check", "--json"]) == 1
+    checked = {entry["name"]: (entry["ok"], entry["error"]) for entry in json.loads(capfd.readouterr().out)}
+    assert checked["fine"] == (True, "")
+    assert checked["dead"] == (False, "backend 'dead' (weightwire-dead 1.0): its process ended with status 7")
+    assert not checked["bad"][0]
+    assert "needs the module 'no_such_dependency'" in checked["bad"][1]
+    assert main(["backends", "--check"]) == 1
+    out = capfd.readouterr().out
+    assert "bad   weightwire-bad   1.0      broken" in out
+    assert "(weightwire-dead 1.0): its process ended with status 7" in out
+
+
+def test_check_is_bounded(
+    only_fakes: FakeDist, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "CHECK_SECONDS", 0.5)
+    only_fakes("weightwire-slow", {"slow": "cli_slow"}, cli_slow="import threading; threading.Event().wait()")
+    assert main(["backends", "--check"]) == 1
+    assert "did not open within 0.5 s" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["--help"], ["backends", "--help"], ["--version"], []])
+def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == (0 if command else 2)
+    said = "".join(capsys.readouterr())
+    assert (weightwire.__version__ if command == ["--version"] else "backends") in said
+
+
+@pytest.mark.parametrize("command", [["backend"], ["backends", "--chek"], ["backends", "extra"], ["--nonsense"]])
+def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Usage" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [(["backends"], 0), (["--help"], 0), (["backends", "--help"], 0), (["doctor"], 2), (["backends", "--chek"], 2)],
+)
+def test_without_the_cli_extra(command: list[str], status: int) -> None:
+    script = "import sys; sys.modules['typer'] = None; from weightwire.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status
+    if command != ["backends"]:
+        assert 'pip install "weightwire[cli]"' in (done.stderr if status else done.stdout)
+
+
+def test_python_dash_m(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "weightwire", "backends"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    assert done.stdout.startswith("NAME")

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+
+from weightwire import ApplyError, RefusedError, Version, WaitTimeout, WorkerLostError
+from weightwire.roster import Roster
+from weightwire.transport import Applied, Have, Joined, Left, Lost, Refused, Staged
+
+V1, V2, V3 = (Version(7, number) for number in (1, 2, 3))
+
+
+def roster_with(*names: str) -> Roster:
+    roster = Roster()
+    for name in names:
+        roster.observe(Joined(worker=name, incarnation=1, host="h", pid=5))
+    return roster
+
+
+def refused(worker: str, stamp: Version, kind: str = "refused", phase: str = "verify") -> Refused:
+    return Refused(worker=worker, incarnation=1, stamp=stamp, kind=kind, phase=phase, error="no", tensor="w")
+
+
+def test_states_follow_the_events() -> None:
+    roster = roster_with("a")
+    assert roster.workers["a"].state == "joined"
+    assert roster.pending(["a"], V1, "staged") == ["a"]
+    roster.observe(Staged(worker="a", incarnation=1, stamp=V1))
+    assert roster.pending(["a"], V1, "staged") == []
+    assert roster.pending(["a"], V1, "applied") == ["a"]
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1, tensors=2, nbytes=8, seconds={"commit": 0.5}))
+    assert roster.pending(["a"], V1, "applied") == []
+    receipt = roster.receipt("a", V1)
+    assert (receipt.state, receipt.tensors, receipt.nbytes, receipt.seconds) == ("applied", 2, 8, {"commit": 0.5})
+
+
+def test_a_newer_version_counts_for_an_older_one() -> None:
+    roster = roster_with("a")
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V3))
+    assert roster.pending(["a"], V2, "applied") == []
+
+
+def test_versions_never_go_back() -> None:
+    roster = roster_with("a")
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V3))
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V2))
+    assert roster.workers["a"].version == 3
+
+
+def test_events_of_a_former_incarnation_are_dropped() -> None:
+    roster = roster_with("a")
+    roster.observe(Joined(worker="a", incarnation=2))
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1))
+    roster.observe(Lost(worker="a", incarnation=1, reason="late news"))
+    assert roster.workers["a"].version == 0
+    assert not roster.failures
+
+
+def test_a_rejoiner_is_acting_with_what_it_kept() -> None:
+    roster = Roster()
+    roster.observe(Joined(worker="a", incarnation=1, have=Have(V3, V2, V2)))
+    assert roster.workers["a"].version == 2  # version 3 was refused there
+
+
+def test_the_most_serious_failure_comes_first_and_each_is_told_once() -> None:
+    roster = roster_with("a", "b", "c", "d")
+    roster.time_out(["a"], V1, "applied", 1.0)
+    roster.observe(Lost(worker="b", incarnation=1, reason="killed"))
+    roster.observe(refused("c", V1, kind="apply", phase="commit"))
+    roster.observe(refused("d", V1))
+    failures = roster.take_failures()
+    assert [f.kind for f in failures] == [RefusedError, ApplyError, WorkerLostError, WaitTimeout]
+    assert all(f.worker in str(f) and f.phase for f in failures)
+    assert "'w'" in str(failures[0])
+    assert roster.take_failures() == []
+
+
+def test_a_lost_worker_leaves_and_one_that_says_goodbye_is_no_failure() -> None:
+    roster = roster_with("a", "b")
+    roster.observe(Lost(worker="a", incarnation=1, reason="killed"))
+    roster.observe(Left(worker="b", incarnation=1))
+    assert not roster.workers
+    assert roster.receipt("a", V1).state == "lost"
+    assert roster.receipt("b", V1).state == "left"
+    assert [f.worker for f in roster.take_failures()] == ["a"]
+
+
+def test_a_stuck_worker_is_not_waited_for_until_it_speaks() -> None:
+    roster = roster_with("a")
+    roster.time_out(["a"], V1, "applied", 2.0)
+    assert roster.workers["a"].state == "stuck"
+    assert roster.pending(["a"], V2, "applied") == []
+    assert roster.receipt("a", V2).state == "stuck"
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1))
+    assert roster.pending(["a"], V2, "applied") == ["a"]
+
+
+@pytest.mark.parametrize(("kind", "state"), [("refused", "refused"), ("apply", "failed")])
+def test_a_refusal_ends_the_wait_and_a_newer_version_heals_it(kind: str, state: str) -> None:
+    roster = roster_with("a")
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1))
+    roster.observe(refused("a", V2, kind=kind))
+    assert roster.pending(["a"], V2, "applied") == []
+    receipt = roster.receipt("a", V2)
+    assert (receipt.state, receipt.error, receipt.phase, receipt.tensor) == (state, "no", "verify", "w")
+    assert (roster.workers["a"].state, roster.workers["a"].version) == ("refusing", 1)
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V3))
+    assert roster.workers["a"].state == "acting"
+
+
+def test_what_the_trainers_preflight_said_is_not_said_again_by_the_worker() -> None:
+    roster = roster_with("a")
+    roster.refuse_here("a", V1, "wrong shape")
+    assert len(roster.take_failures()) == 1
+    roster.observe(refused("a", V1))
+    assert roster.take_failures() == []
+    roster.observe(refused("a", V2))
+    assert len(roster.take_failures()) == 1
+
+
+def test_a_hook_that_failed_is_told_beside_an_applied_version() -> None:
+    roster = roster_with("a")
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1, error="hook h raised"))
+    assert roster.receipt("a", V1).state == "applied"
+    (failure,) = roster.take_failures()
+    assert (failure.kind, failure.phase) == (ApplyError, "after-hooks")

@@ -1,0 +1,59 @@
+"""Weights between the processes of one Linux machine: written once into sealed shared memory, for all workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from weightwire.errors import CapabilityError
+from weightwire.hookspecs import BackendInfo, hookimpl
+from weightwire_ipc.options import IpcOptions
+
+if TYPE_CHECKING:
+    from weightwire.endpoint import Endpoint
+    from weightwire.transport import Receiver, ReceiverContext, Sender, SenderContext
+
+__all__ = ["IpcOptions", "weightwire_backend", "weightwire_make_receiver", "weightwire_make_sender"]
+
+
+@hookimpl
+def weightwire_backend() -> BackendInfo:
+    """Claims; light enough to be called without torch."""
+    return BackendInfo(
+        summary="between processes of one Linux machine, through sealed shared memory",
+        capabilities=frozenset({"processes", "alias", "late_join", "subset_workers"}),
+        options=IpcOptions,
+    )
+
+
+@hookimpl
+def weightwire_make_sender(endpoint: Endpoint, options: IpcOptions, context: SenderContext) -> Sender:
+    """Claim the place and listen there. Raises ``EndpointInUseError`` where another live updater has it."""
+    _check_platform()
+    from weightwire_ipc.sender import IpcSender
+
+    return IpcSender(endpoint, options, context)
+
+
+@hookimpl
+def weightwire_make_receiver(endpoint: Endpoint, options: IpcOptions, context: ReceiverContext) -> Receiver:
+    """Connects when it is first polled."""
+    _check_platform()
+    if not endpoint.location:
+        from weightwire.errors import EndpointError
+
+        raise EndpointError(
+            f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
+            "'ipc://policy', or hand updater.endpoint on to the workers."
+        )
+    from weightwire_ipc.receiver import IpcReceiver
+
+    return IpcReceiver(endpoint.location, context)
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux":
+        raise CapabilityError(
+            f"the backend 'ipc' needs Linux (sealed memfd, kernel-held leases); this is {sys.platform}. "
+            "'vanilla' works here within one process."
+        )

@@ -1,0 +1,152 @@
+"""Leases that the kernel keeps: locks on bytes of a file that holds nothing.
+
+Each worker has a lane, each slot a row: a worker that reads a slot holds a shared lock on byte ``(slot, lane)``; the
+trainer takes an exclusive lock on the slot's whole row before it rewrites it. The locks belong to open file
+descriptions (``F_OFD_SETLK``), so they end when their holder dies, however it dies. For that each side opens the file
+anew: a descriptor that came over a socket shares the sender's description. And nobody maps the file: a mapping would
+keep the description alive in a forked child.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Callable
+from itertools import count
+
+from weightwire_ipc import forks
+from weightwire_ipc.memory import memfd, reopen
+
+__all__ = ["Lease", "ReadLeases", "WriteLocks"]
+
+LANES = 1 << 32
+_GETLK, _SETLK = 36, 37  # F_OFD_GETLK, F_OFD_SETLK; fcntl lacks the names
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _set(fd: int, kind: int, start: int, length: int) -> bool:
+    """Take or drop a lock without waiting; False where somebody else's is in the way."""
+    try:
+        fcntl.fcntl(fd, _SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+class WriteLocks:
+    """The trainer's side. ``shared`` is the descriptor to hand out: read-only, and never locked through."""
+
+    def __init__(self) -> None:
+        self._fd = memfd("weightwire-leases")
+        self.shared = reopen(self._fd, os.O_RDONLY)
+
+    def take(self, slot: int) -> bool:
+        """Lock a slot against every reader; False where one has a lease."""
+        return _set(self._fd, fcntl.F_WRLCK, slot * LANES, LANES)
+
+    def drop(self, slot: int) -> None:
+        """Let readers in again."""
+        _set(self._fd, fcntl.F_UNLCK, slot * LANES, LANES)
+
+    def holders(self, slot: int) -> list[int]:
+        """Lanes of those who have a lease on a slot."""
+        lanes: list[int] = []
+        start, end = slot * LANES, (slot + 1) * LANES
+        while start < end:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
+            kind, _, found, _, _ = _FLOCK.unpack(fcntl.fcntl(self._fd, _GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                break
+            lanes.append(found - slot * LANES)
+            start = found + 1
+        return lanes
+
+    def close(self) -> None:
+        """Close both descriptors. Idempotent."""
+        for fd in self.detach():
+            os.close(fd)
+
+    def detach(self) -> tuple[int, ...]:
+        """The bare descriptors, for a forked child to close."""
+        fds = tuple(fd for fd in (self._fd, self.shared) if fd >= 0)
+        self._fd = self.shared = -1
+        return fds
+
+
+class Lease:
+    """One hold on one slot. It ends with :meth:`release`, or when the object is forgotten."""
+
+    __slots__ = ("__weakref__", "_end")
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def release(self) -> None:
+        """Idempotent; may be called from any thread and from a finalizer."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    __del__ = release
+
+
+class ReadLeases:
+    """A worker's side: any number of holds on a slot, one kernel lock for all of them."""
+
+    def __init__(self, fd: int, lane: int) -> None:
+        """``fd`` may be shared with others; it is opened anew and stays the caller's."""
+        self._fd = reopen(fd, os.O_RDONLY)
+        self._lane = lane
+        self._holds: dict[int, set[int]] = {}
+        self._serial = count()
+        self._closing = False
+        # Reentrant: the garbage collector may end a lease while this thread is in here.
+        self._lock = threading.RLock()
+        forks.forbid(self)
+
+    def take(self, slot: int, last: Callable[[], None] | None = None) -> Lease | None:
+        """A hold on a slot, or ``None`` where the trainer is writing it. ``last`` is called, still under the lock, when
+        the last hold ends."""
+        serial = next(self._serial)
+        lease = Lease(lambda: self._drop(slot, serial, last))
+        with self._lock:
+            if self._fd < 0:
+                return None
+            self._holds.setdefault(slot, set()).add(serial)
+            taken = _set(self._fd, fcntl.F_RDLCK, slot * LANES + self._lane, 1)
+        if not taken:
+            lease.release()
+            return None
+        return lease
+
+    def _drop(self, slot: int, serial: int, last: Callable[[], None] | None) -> None:
+        if self._fd < 0:  # closed, or this is a forked child: the lock may be held by a thread that is not here
+            return
+        with self._lock:
+            holds = self._holds.get(slot, set())
+            holds.discard(serial)
+            if holds or self._fd < 0:
+                return
+            self._holds.pop(slot, None)
+            if last is not None:
+                last()
+            _set(self._fd, fcntl.F_UNLCK, slot * LANES + self._lane, 1)
+            self._close_if_done()
+
+    def close(self) -> None:
+        """Close the descriptor as soon as the last hold has ended. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._closing and not self._holds and self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def in_child(self) -> None:
+        """In a forked child: let go of the locks, which are the parent's."""
+        fd, self._fd = self._fd, -1
+        forks.give_up(fd)

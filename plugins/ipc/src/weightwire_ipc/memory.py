@@ -1,0 +1,145 @@
+"""Memory that other processes can read, and that nobody can cut short under them: sealed memfds.
+
+There is no name to leak or to guess, no limit by the size of ``/dev/shm``, and nothing left when the last holder dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+
+from weightwire.errors import StorageFullError, WireError
+
+__all__ = ["PAGE", "Control", "allocate", "check_sealed", "map_shared", "memfd", "pages", "reopen", "seal"]
+
+PAGE = mmap.PAGESIZE
+
+_ADD_SEALS, _GET_SEALS = 1033, 1034  # fcntl has the names only on some builds
+_SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
+_NOEXEC_SEAL = 0x8  # since Linux 6.3, which warns about (and may forbid) a memfd that could be executed
+_STEP = 32 * 2**20
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE)) * PAGE
+
+
+def memfd(name: str) -> int:
+    """An empty memfd that can be sealed, private to this user. ``name`` shows only in ``/proc``."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def reopen(fd: int, flags: int) -> int:
+    """The same file under an open file description of its own."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve memory for the whole file, so that no later write can fail.
+
+    Raises :class:`~weightwire.StorageFullError` with the sizes.
+    """
+    room = _room()
+    if nbytes > room:
+        raise StorageFullError(f"a version needs {_mib(nbytes)} of shared memory, but only {_mib(room)} are free")
+    for start in range(0, nbytes, _STEP):  # in steps: a signal makes the kernel undo the one at hand
+        try:
+            os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
+        except OSError as exc:
+            if exc.errno not in _NO_ROOM:
+                raise
+            raise StorageFullError(
+                f"a version needs {_mib(nbytes)} of shared memory, but only {_mib(start)} could be had "
+                f"({exc.strerror}); {_mib(room)} of memory are free"
+            ) from exc
+
+
+def _room() -> int:
+    """Bytes that could be had without the kernel's killing somebody for them."""
+    found = {}
+    with open("/proc/meminfo", "rb") as file:
+        for line in file:
+            key, value = line.split()[:2]
+            found[key] = int(value) * 1024
+    return found.get(b"MemAvailable:", 1 << 62) + found.get(b"SwapFree:", 0)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+    """A writable mapping; only possible before :func:`seal`, and unharmed by it."""
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def seal(fd: int) -> int:
+    """Forbid resizing, and writing by anybody who has not mapped it yet. Closes ``fd``; returns a read-only one."""
+    fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+    shared = reopen(fd, os.O_RDONLY)
+    os.close(fd)
+    return shared
+
+
+def check_sealed(fd: int, nbytes: int) -> None:
+    """Raise :class:`~weightwire.WireError` unless ``fd`` has this size for good: else reading it could be fatal."""
+    size = os.fstat(fd).st_size
+    try:
+        sealed = fcntl.fcntl(fd, _GET_SEALS) & 0x2
+    except OSError:
+        sealed = 0
+    if size != nbytes or not sealed:
+        raise WireError(f"a memory of {size} bytes came where a sealed one of {nbytes} was announced")
+
+
+class Control:
+    """One page that the trainer writes and all workers read.
+
+    Word 0 changes with every announcement, word 1 says that the trainer has closed. Words are read and written whole,
+    through a memoryview: ``struct`` would do it byte by byte.
+    """
+
+    def __init__(self) -> None:
+        fd = memfd("weightwire-control")
+        allocate(fd, PAGE)
+        self._words = memoryview(map_shared(fd, PAGE)).cast("Q")
+        self.shared = seal(fd)
+
+    def bump(self) -> None:
+        """There is something to be seen."""
+        self._words[0] += 1
+
+    def say_closed(self) -> None:
+        """No more will come."""
+        self._words[1] = 1
+
+    def close(self) -> None:
+        """Let go of the page; workers keep it as long as they like. Idempotent."""
+        self._words = memoryview(bytearray(16)).cast("Q")
+        fd, self.shared = self.shared, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @staticmethod
+    def view(fd: int) -> memoryview:
+        """A worker's view of the words."""
+        check_sealed(fd, PAGE)
+        return memoryview(mmap.mmap(fd, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)).cast("Q")
+
+
+HEADER = struct.Struct("<8sQ16sQQ")
+"""At the beginning of a slot: magic, bytes of the header, its xxh3-128, epoch, number. The header follows."""
+MAGIC = b"WWSLOT\x00\x01"

@@ -1,0 +1,29 @@
+"""The options that an ``ipc`` endpoint takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import msgspec
+
+__all__ = ["IpcOptions"]
+
+
+class IpcOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of ``ipc://...?slots=3``; they concern the trainer's end only.
+
+    Attributes:
+        slots: copies of the payload that are kept at rest. Two: one to act with, one to write.
+        max_slots: how many there may be while workers hold on to old ones. Default: ``max(4, workers + 2)``.
+    """
+
+    slots: Annotated[int, msgspec.Meta(ge=2)] = 2
+    max_slots: Optional[Annotated[int, msgspec.Meta(ge=2)]] = None  # noqa: UP045 - resolved at run time on 3.10 too
+
+    def __post_init__(self) -> None:
+        if self.max_slots is not None and self.max_slots < self.slots:
+            raise ValueError(f"max_slots={self.max_slots} is less than slots={self.slots}")
+
+    def most(self, workers: int) -> int:
+        """How many slots there may be at most, with this many workers."""
+        return max(4, self.slots, workers + 2) if self.max_slots is None else self.max_slots

@@ -1,0 +1,383 @@
+"""A worker's end. It has no thread: everything happens within ``poll``."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+from xxhash import xxh3_128_digest
+
+from weightwire import wire
+from weightwire.errors import DigestError, EndpointInUseError, WireError
+from weightwire.forks import Origin
+from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, choose
+from weightwire_ipc import forks, place
+from weightwire_ipc.leases import Lease, ReadLeases
+from weightwire_ipc.memory import HEADER, MAGIC, PAGE, Control, check_sealed
+from weightwire_ipc.protocol import (
+    PROTOCOL,
+    Channel,
+    Goodbye,
+    Hello,
+    Message,
+    News,
+    Reject,
+    Report,
+    SlotInfo,
+    Welcome,
+    peer_of,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from weightwire.transport import Header, Version
+
+__all__ = ["IpcReceiver"]
+
+LOOK = 0.1
+"""Seconds after which the socket is looked at even where the version word has not changed: the trainer may be gone."""
+RETRY = 0.05
+"""Seconds between attempts to connect."""
+_QUIET = memoryview(bytes(16)).cast("Q")
+"""Stands in for the control page where there is none."""
+
+
+class MappedSlot:
+    """One of the trainer's slots as this process sees it.
+
+    Two deliveries in ``copy`` mode that come from one slot lie at the same addresses: it is their ``memory``.
+    """
+
+    def __init__(self, info: SlotInfo, fd: int) -> None:
+        """Takes ``fd`` over. Raises :class:`~weightwire.WireError` where the memory is not what was announced."""
+        if not 0 < info.start < info.size or info.start % PAGE or info.size % PAGE:
+            raise WireError(f"slot {info.slot} cannot be laid out like this: start {info.start}, size {info.size}")
+        check_sealed(fd, info.size)
+        self.fd = fd
+        self.number = info.slot
+        self.start, self.size = info.start, info.size
+        self._head = memoryview(mmap.mmap(fd, info.start, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        self._data: mmap.mmap | None = None
+        self._buffer: Tensor | None = None
+
+    def header(self, stamp: Version) -> bytes | None:
+        """The header, under a lease; ``None`` where the slot does not hold this version any more.
+
+        Raises :class:`~weightwire.DigestError`.
+        """
+        magic, length, digest, epoch, number = HEADER.unpack_from(self._head)
+        if (epoch, number) != stamp:
+            return None
+        header = bytes(self._head[HEADER.size : HEADER.size + length])
+        if magic != MAGIC or len(header) != length or xxh3_128_digest(header) != digest:
+            raise DigestError(f"the header of version {number} in slot {self.number} is damaged")
+        return header
+
+    def map_private(self) -> mmap.mmap:
+        """A mapping of the payload of which nobody sees what is written to it (copy on write)."""
+        prot = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.fd, self.size - self.start, flags=mmap.MAP_PRIVATE, prot=prot, offset=self.start)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """The payload, always at the same place."""
+        if self._data is None:
+            self._data = self.map_private()
+        if self._buffer is None or self._buffer.numel() != nbytes:
+            self._buffer = torch.from_numpy(np.frombuffer(self._data, dtype=np.uint8, count=nbytes))
+        return self._buffer
+
+    def forget_writes(self) -> None:
+        """Drop pages that were written here, so that the slot's next version is seen and not what covers it."""
+        if self._data is not None:
+            self._data.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Let go of the descriptor; mappings go when the last tensor over them does. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Session:
+    """One connection to one updater, with all that belongs to it."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.channel = Channel(sock)
+        self.pid = pid
+        self.words = _QUIET
+        self.leases: ReadLeases | None = None  # from the welcome on
+        self.news = News(None, None, (), ())
+        self.slots: dict[int, MappedSlot] = {}
+        self.rejected: Reject | None = None
+        self._strays: set[int] = set()
+
+    def pump(self) -> None:
+        """Send what is queued and take in what has come. Raises :class:`~weightwire.WireError`."""
+        self.channel.flush()
+        self.channel.drain()
+        for message, fds in self.channel.messages():
+            self._hear(message, fds)
+
+    def _hear(self, message: Message, fds: list[int]) -> None:
+        """Take one message; harmless when it is taken twice."""
+        self._strays.update(fds)
+        if isinstance(message, News) and self.leases is not None:
+            self._take_news(message, fds)
+        elif isinstance(message, Welcome) and len(fds) == 2:
+            if self.leases is None:
+                self.words = Control.view(fds[0])
+                self.leases = ReadLeases(fds[1], message.lane)
+        elif isinstance(message, Reject):
+            self.rejected = message
+        else:
+            raise WireError(f"{type(message).__name__} came out of turn")
+
+    def _take_news(self, news: News, fds: list[int]) -> None:
+        infos = {info.slot: info for info in (news.full, news.subset) if info is not None}
+        if len(fds) != len(news.attached) or not set(news.attached) <= infos.keys():
+            raise WireError("descriptors came that do not belong to the slots announced")
+        for number, fd in zip(news.attached, fds):
+            if number not in self.slots:
+                self.slots[number] = MappedSlot(infos[number], fd)
+                self._strays.discard(fd)
+        self.news = news
+        for number in self.slots.keys() - set(news.live):
+            self.slots.pop(number).close()
+        self._close_strays()
+
+    def _close_strays(self) -> None:
+        ours = {slot.fd for slot in self.slots.values()}
+        while self._strays:
+            fd = self._strays.pop()
+            if fd not in ours:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Close the connection; leases that live on keep what they need."""
+        self.channel.close()
+        self._close_strays()
+        for slot in self.slots.values():
+            slot.close()
+        if self.leases is not None:
+            self.leases.close()
+
+
+class IpcReceiver(Receiver):
+    """See :class:`weightwire.transport.Receiver`."""
+
+    def __init__(self, location: str, context: ReceiverContext) -> None:
+        self._location = location
+        self._context = context
+        self._alias = context.apply == "alias"
+        self._origin = Origin(f"The ipc receiver {context.worker!r} of 'ipc://{location}'")
+        self._cache = wire.LayoutCache()
+        self._session: Session | None = None
+        self._retry_at = 0.0
+        # What ``poll`` compares when there is nothing new: the version word, what it was, when to look at the socket.
+        self._words = _QUIET
+        self._seen = -1
+        self._look_at = 0.0
+        self._alive: dict[int, tuple[weakref.ref[NDArray[np.uint8]], Lease]] = {}
+        self._serial = 0
+        self._over = False
+        self.whereabouts = f"'ipc://{location}' was not looked for yet"
+        forks.forbid(self)
+
+    # -- poll --------------------------------------------------------------------------------------------------------
+
+    def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
+        if deadline is None and self._words[0] == self._seen and time.monotonic() < self._look_at:
+            return None
+        self._origin.check()
+        while not self._over:
+            delivery = self._look(have)
+            if delivery is not None or self.closed or deadline is None or deadline.expired:
+                return delivery
+            self._wait(deadline)
+        return None
+
+    def _look(self, have: Have) -> Delivery | None:
+        """Look once, without waiting: connect, read, and hand out what is newest."""
+        if self.closed:
+            return None
+        session = self._session or self._connect()
+        if session is None:
+            return None
+        word = session.words[0]  # before the socket: what is announced from here on changes it again
+        self._seen = -1
+        try:
+            session.pump()
+            delivery = self._offer(session, have)
+        except WireError as exc:
+            self._context.logger.warning("%s: %s; connecting anew", self._origin.what, exc)
+            self._end("what the updater sent was malformed")
+            return None
+        self.connected = session.leases is not None
+        if delivery is not None:
+            return delivery
+        if session.rejected is not None or session.channel.ended:
+            self._end_of(session)
+        elif self.connected and session.channel.idle:
+            self._words, self._seen, self._look_at = session.words, word, time.monotonic() + LOOK
+        return None
+
+    def _connect(self) -> Session | None:
+        now = time.monotonic()
+        if now < self._retry_at:
+            self._rest(self._retry_at)
+            return None
+        self._retry_at = now + RETRY
+        sock, self.whereabouts = place.connect(self._location)
+        if sock is None:
+            self._rest(self._retry_at)
+            return None
+        pid, uid = peer_of(sock)
+        if uid != os.geteuid():
+            sock.close()
+            self.whereabouts += f", but process {pid} there belongs to user {uid}: not trusted"
+            self._rest(self._retry_at)
+            return None
+        self.whereabouts += f" to process {pid}"
+        session = self._session = Session(sock, pid)
+        joined = msgspec.structs.replace(self._context.joined, have=self._context.have())
+        session.channel.send(Hello(PROTOCOL, wire.encode_event(joined)))
+        return session
+
+    def _rest(self, until: float) -> None:
+        """Nothing can have changed before then: let ``poll`` return at once."""
+        self._words, self._seen, self._look_at = _QUIET, 0, until
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Wait for the socket, or for the time of the next attempt to connect."""
+        session = self._session
+        if session is None:
+            time.sleep(min(deadline.remaining, max(self._retry_at - time.monotonic(), 0.001)))
+            return
+        poll = select.poll()
+        poll.register(session.channel.fileno(), select.POLLIN | (0 if session.channel.idle else select.POLLOUT))
+        poll.poll(deadline.remaining * 1000)
+
+    def _end_of(self, session: Session) -> None:
+        """The connection is over; the control page says whether that was meant."""
+        closed = bool(session.words[1])
+        rejected = session.rejected
+        self._end("the updater has closed" if closed else "the updater there is gone")
+        self.closed = closed
+        if rejected is not None:
+            kind = EndpointInUseError if rejected.kind == "name" else WireError
+            raise kind(f"{self._origin.what} was turned away: {rejected.reason}")
+
+    def _end(self, why: str) -> None:
+        session, self._session = self._session, None
+        self.connected = False
+        self._retry_at = max(self._retry_at, time.monotonic() + 0.001)
+        self._rest(self._retry_at)
+        self.whereabouts += f"; {why}"
+        if session is not None:
+            session.close()
+
+    # -- deliveries --------------------------------------------------------------------------------------------------
+
+    def _offer(self, session: Session, have: Have) -> Delivery | None:
+        """What is newest beyond ``have``, under a lease; ``None`` also where newer news must be on its way."""
+        info = choose(have, session.news.full, session.news.subset)
+        slot = session.slots.get(info.slot) if info is not None else None
+        if info is None or slot is None or session.leases is None:
+            return None
+        lease = session.leases.take(slot.number, None if self._alias else slot.forget_writes)
+        if lease is None:
+            return None
+        try:
+            data = slot.header(info.stamp)
+            delivery = None if data is None else self._deliver(slot, lease, self._decode(data, info, slot))
+        except BaseException:
+            lease.release()
+            raise
+        if delivery is None:
+            lease.release()
+        return delivery
+
+    def _decode(self, data: bytes, info: SlotInfo, slot: MappedSlot) -> Header:
+        header = wire.decode_header(data, self._cache)
+        if header.stamp != info.stamp or header.base != info.base or header.layout.nbytes > slot.size - slot.start:
+            raise WireError(f"the header of version {info.stamp.number} does not fit what was announced of it")
+        return header
+
+    def _deliver(self, slot: MappedSlot, lease: Lease, header: Header) -> Delivery:
+        if not self._alias:
+            buffer = slot.buffer(header.layout.nbytes)
+            return Delivery(header, buffer=buffer, writable=True, memory=slot, release=lease.release)
+        layout = header.layout
+        base = np.frombuffer(slot.map_private(), dtype=np.uint8)
+        from_numpy = torch.from_numpy
+        blocks = [from_numpy(base[start : start + size]) for start, size in zip(layout.starts, layout.sizes)]
+        self._keep_until_dead(base, lease)
+        return Delivery(header, blocks=blocks, writable=True)
+
+    def _keep_until_dead(self, base: NDArray[np.uint8], lease: Lease) -> None:
+        """End the lease with the last view: all of them hold ``base``."""
+        self._serial += 1
+        self._alive[self._serial] = (weakref.ref(base), lease)
+        weakref.finalize(base, _dead, self._alive, self._serial).atexit = False
+
+    # -- reports, end ------------------------------------------------------------------------------------------------
+
+    def report(self, event: Applied | Refused) -> None:
+        session = self._session
+        if session is not None and self._origin.here:
+            session.channel.send(Report(wire.encode_event(event)))
+            if not session.channel.idle:
+                self._look_at = 0.0
+
+    def close(self, deadline: Deadline) -> None:
+        if self._over or not self._origin.here:
+            return
+        self._over = True
+        self._words, self._seen = _QUIET, -1
+        self._take_along()
+        session, self._session = self._session, None
+        self.connected = False
+        if session is None:
+            return
+        session.channel.send(Goodbye())
+        while not session.channel.flush() and not deadline.expired:
+            poll = select.poll()
+            poll.register(session.channel.fileno(), select.POLLOUT)
+            poll.poll(deadline.remaining * 1000)
+        session.close()
+
+    def _take_along(self) -> None:
+        """Weights that are still in use live on without a lease: make the pages under them this process's own."""
+        going = not threading.main_thread().is_alive()  # at interpreter exit nobody uses them any more
+        for reference, lease in list(self._alive.values()):
+            base = reference()
+            if base is not None and not going:
+                page = base[::PAGE]
+                np.bitwise_or(page, 0, out=page)
+            lease.release()
+        self._alive.clear()
+
+    def in_child(self) -> None:
+        """In a forked child: let go of everything that tells the trainer that this worker lives."""
+        self._words, self._seen = _QUIET, -1
+        if self._session is not None:
+            forks.give_up(self._session.channel.detach())
+
+
+def _dead(alive: dict[int, tuple[weakref.ref[NDArray[np.uint8]], Lease]], serial: int) -> None:
+    """The last view of a delivery has died. May run anywhere, at any time."""
+    found = alive.pop(serial, None)
+    if found is not None:
+        found[1].release()

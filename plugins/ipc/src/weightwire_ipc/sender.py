@@ -1,0 +1,524 @@
+"""The trainer's end: slots that are written once for all workers, and a service thread that looks after the workers."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from weightwire import wire
+from weightwire.errors import ClosedError, StorageFullError, WaitTimeout, WireError
+from weightwire.forks import Origin
+from weightwire.transport import (
+    Applied,
+    Deadline,
+    Event,
+    Joined,
+    Left,
+    Lost,
+    Refused,
+    Sender,
+    SenderContext,
+    Shelf,
+    Staged,
+    Version,
+)
+from weightwire_ipc import forks, place
+from weightwire_ipc.leases import WriteLocks
+from weightwire_ipc.memory import Control
+from weightwire_ipc.protocol import (
+    PROTOCOL,
+    Channel,
+    Goodbye,
+    Hello,
+    Message,
+    News,
+    Reject,
+    Report,
+    SlotInfo,
+    Welcome,
+    peer_of,
+)
+from weightwire_ipc.slots import Need, Slot, choose_slot
+
+if TYPE_CHECKING:
+    from weightwire.endpoint import Endpoint
+    from weightwire.weights.payload import Payload
+    from weightwire_ipc.options import IpcOptions
+
+__all__ = ["IpcSender"]
+
+ATTENDED = 0.02
+"""Seconds for which the service thread keeps off the sockets after the trainer's own thread was at them: two threads
+that wake up for the same message cost more than one."""
+SURPLUS_AGE = 8
+"""Versions for which a slot beyond ``slots`` must have been of no use before it is given up."""
+FILL_RATE = 4e9
+"""Bytes a second at which new memory is had, about: it is worth waiting that long for old memory instead."""
+QUEUE = 4096
+"""Bytes of socket buffer towards a worker, so that one that does not read holds few old descriptors."""
+TOUCH = 3600.0
+"""Seconds between marks that the lock file is in use."""
+
+
+class Peer:
+    """One connection. It has a name as soon as the worker has introduced itself."""
+
+    def __init__(self, channel: Channel, lane: int, pid: int) -> None:
+        self.channel = channel
+        self.lane = lane
+        self.pid = pid
+        self.joined: Joined | None = None
+        self.acting: Version | None = None
+        self.known: set[int] = set()  # slots whose descriptors it has
+        self.told: tuple[SlotInfo | None, SlotInfo | None] = (None, None)
+        self.dirty = False  # there is news for it
+        self.watched = False  # the service thread waits until its socket takes more
+
+    @property
+    def name(self) -> str:
+        return self.joined.worker if self.joined else f"process {self.pid}"
+
+
+class _Announcement(NamedTuple):
+    info: SlotInfo
+    to: frozenset[str] | None
+
+
+class IpcSender(Sender):
+    """See :class:`weightwire.transport.Sender`. ``_lock`` guards all but the slots' bytes; no wait happens under it."""
+
+    def __init__(self, endpoint: Endpoint, options: IpcOptions, context: SenderContext) -> None:
+        self._options = options
+        self._logger = context.logger
+        self._place = place.claim(endpoint.location, context.epoch)
+        self.epoch = self._place.epoch
+        self.endpoint = str(replace(endpoint, location=self._place.location))
+        self._origin = Origin(f"The ipc sender of {self.endpoint}")
+        self._lock = threading.Lock()
+        try:
+            self._control = Control()
+            self._leases = WriteLocks()
+        except BaseException:
+            self._place.close()
+            raise
+        self._slots: dict[int, Slot] = {}
+        self._next_slot = self._next_lane = 0
+        self._shelf: Shelf[SlotInfo] = Shelf()
+        self._announcement: _Announcement | None = None
+        self._untold = False
+        self._peers: dict[int, Peer] = {}  # by descriptor
+        self._workers: dict[str, Peer] = {}  # by name
+        self._events: list[Event] = []
+        self._closed = False
+        self._attended = 0.0
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the trainer's thread
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the service thread
+        self._epoll = select.epoll()
+        self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
+        self._waiter = select.poll()
+        for fd in (self._epoll.fileno(), self._bell):
+            self._waiter.register(fd, select.POLLIN)
+        forks.forbid(self)
+        self._thread = threading.Thread(target=self._serve, name=f"weightwire-ipc {self._place.location}", daemon=True)
+        self._thread.start()
+
+    # -- stage -------------------------------------------------------------------------------------------------------
+
+    def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
+        self._check()
+        self._place.check()
+        self._attended = time.monotonic() + ATTENDED
+        nbytes = payload.layout.nbytes
+        slot = self._take(Need(nbytes, payload.header_size), payload.stamp, deadline)
+        try:
+            slot.blank()
+            payload.pack(slot.out(nbytes))
+            slot.write_header(payload.stamp, payload.header_bytes())
+        finally:
+            self._leases.drop(slot.number)
+        with payload.phase("notify"):
+            info = SlotInfo(payload.stamp, payload.base, slot.number, *slot.shape)
+            # From here on it happens, if need be by the service thread: no worker is left out by a Ctrl-C.
+            self._announcement = _Announcement(info, to)
+            try:
+                with self._lock:
+                    self._announce()
+            except BaseException:
+                self._ring(self._wake)
+                raise
+
+    def _take(self, need: Need, stamp: Version, deadline: Deadline) -> Slot:
+        """A slot of the right size, locked against readers."""
+        begun = time.monotonic()
+        patience = begun + need.payload / FILL_RATE
+        pause = 0.0002
+        while True:
+            with self._lock:
+                slot = self._find(need, patient=time.monotonic() < patience)
+            if slot is not None:
+                return slot
+            if deadline.expired:
+                raise self._no_slot(stamp, time.monotonic() - begun)
+            time.sleep(min(pause, max(deadline.remaining, 0.0001)))
+            pause = min(2 * pause, 0.01)
+            self._attended = time.monotonic() + ATTENDED
+            self._turn()  # reports may set a slot free
+
+    def _find(self, need: Need, *, patient: bool) -> Slot | None:
+        """Look once for a slot, and make one where that is due; ``None``: wait."""
+        self._announce()
+        kept = {info.slot for info in self._kept()}
+        free: list[Slot] = []
+        try:
+            for slot in list(self._slots.values()):
+                if slot.number not in kept and self._leases.take(slot.number):
+                    free.append(slot)
+            busy = [slot for slot in self._slots.values() if slot not in free]
+            most = self._options.most(len(self._workers))
+            plan = choose_slot(need, free, busy, self._options.slots, most)
+            if plan.use is None and plan.make and not (plan.patient and patient):
+                plan = plan._replace(use=self._make(need, free, plan.instead))
+            if plan.use is not None:
+                self._give_up_surplus(free, plan.use)
+        except BaseException:
+            for slot in free:
+                self._leases.drop(slot.number)
+            raise
+        for slot in free:
+            if slot is not plan.use:
+                self._leases.drop(slot.number)
+        return plan.use
+
+    def _make(self, need: Need, free: list[Slot], instead: Slot | None) -> Slot:
+        """A new slot, locked. Where memory is short, free slots make way for it."""
+        if instead is not None:
+            self._discard(instead)
+        try:
+            slot = Slot(self._next_slot, need)
+        except StorageFullError:
+            spare = [slot for slot in free if slot.number in self._slots]
+            if not spare:
+                raise
+            for slot in spare:
+                self._discard(slot)
+            slot = Slot(self._next_slot, need)
+        self._next_slot += 1
+        self._slots[slot.number] = slot
+        self._leases.take(slot.number)
+        return slot
+
+    def _discard(self, slot: Slot) -> None:
+        self._slots.pop(slot.number, None)
+        for peer in self._peers.values():
+            peer.known.discard(slot.number)
+        slot.close()
+
+    def _give_up_surplus(self, free: list[Slot], used: Slot) -> None:
+        """Slots beyond ``slots`` that were of no use for a while make room again."""
+        used.idle = 0
+        for slot in free:
+            if slot is not used:
+                slot.idle += 1
+        old = [slot for slot in free if slot.idle >= SURPLUS_AGE and slot.number in self._slots]
+        while old and len(self._slots) > self._options.slots:
+            self._discard(old.pop())
+
+    def _kept(self) -> Iterable[SlotInfo]:
+        """Versions that somebody may still have to read: those for all, and others that are not applied yet."""
+        yield from (info for info in self._shelf.of("") if info is not None)
+        for name, peer in self._workers.items():
+            for info in self._shelf.of(name):
+                if info is not None and (peer.acting is None or peer.acting < info.stamp):
+                    yield info
+
+    def _no_slot(self, stamp: Version, seconds: float) -> WaitTimeout:
+        with self._lock:
+            lanes = {peer.lane: name for name, peer in self._workers.items()}
+            kept = {info.slot for info in self._kept()}
+            holders: dict[str, None] = {}
+            for number in self._slots:
+                for lane in self._leases.holders(number) if number not in kept else ():
+                    holders[lanes.get(lane, f"a former worker (lane {lane})")] = None
+            for name, peer in self._workers.items():
+                mine = [i for i in self._shelf.of(name) if i and i not in self._shelf.of("")]
+                if any(peer.acting is None or peer.acting < info.stamp for info in mine):
+                    holders[name] = None
+        who = ", ".join(holders) or "nobody any more"
+        return WaitTimeout(
+            f"version {stamp.number} found no free slot within {seconds:.3g} s: all {len(self._slots)} are in use by "
+            f"{who}. Let the views of old versions go there, or raise max_slots in the endpoint.",
+            version=stamp.number,
+            worker=next(iter(holders), None),
+            phase="stage",
+        )
+
+    # -- news --------------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Put the newest version on the shelf and tell everybody. May be broken off anywhere, and done again."""
+        pending = self._announcement
+        if pending is not None:
+            self._shelf.put(pending.info, pending.to)
+            for name, peer in self._workers.items():
+                peer.dirty |= pending.to is None or name in pending.to
+            self._untold = True
+            self._announcement = None
+        if self._untold:
+            for peer in list(self._workers.values()):
+                if peer.dirty and not peer.watched:
+                    self._tell(peer)
+            self._control.bump()
+            self._untold = False
+
+    def _tell(self, peer: Peer) -> None:
+        """Send a worker its news, or see to it that it is sent when the worker's socket takes it."""
+        if peer.joined is not None and peer.dirty and peer.channel.flush():
+            full, subset = self._shelf.of(peer.name)
+            infos = [info for info in (full, subset) if info is not None]
+            attached = tuple({i.slot: None for i in infos if i.slot in self._slots and i.slot not in peer.known})
+            news = News(full, subset, tuple(self._slots), attached)
+            if peer.channel.try_send(news, [self._slots[number].shared for number in attached]):
+                peer.known.update(attached)
+                peer.dirty = False
+                self._staged(peer, infos)
+        self._watch(peer, peer.dirty or not peer.channel.idle)
+
+    def _staged(self, peer: Peer, infos: list[SlotInfo]) -> None:
+        """A worker that was told of a version has it within reach."""
+        assert peer.joined is not None
+        before = {info.stamp for info in peer.told if info is not None}
+        have = peer.joined.have.stamp
+        for info in infos:
+            if info.stamp not in before and (have is None or info.stamp > have):
+                self._events.append(Staged(worker=peer.name, incarnation=peer.joined.incarnation, stamp=info.stamp))
+        peer.told = self._shelf.of(peer.name)
+
+    def _watch(self, peer: Peer, wanted: bool) -> None:
+        if wanted != peer.watched and peer.channel.fileno() in self._peers:
+            peer.watched = wanted
+            self._epoll.modify(peer.channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+            if wanted:
+                self._ring(self._wake)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def events(self, deadline: Deadline) -> list[Event]:
+        if self._closed or not self._origin.here:
+            return []
+        self._turn()
+        while not self._events and not deadline.expired and not self._closed:
+            remaining = min(deadline.remaining, ATTENDED / 2)
+            self._attended = time.monotonic() + ATTENDED
+            if self._waiter.poll(remaining * 1000):
+                self._hush(self._bell)
+                self._turn()
+        # No call between these lines: a Ctrl-C is noticed only at calls, and must not lose an event.
+        events = self._events[:]
+        del self._events[: len(events)]
+        return events
+
+    def _turn(self) -> None:
+        """Handle what is ready on the sockets now, without waiting."""
+        with self._lock:
+            if self._closed:
+                return
+            self._announce()
+            for fd, mask in self._epoll.poll(0):
+                peer = self._peers.get(fd)
+                if peer is None:
+                    self._accept()
+                    continue
+                if mask & ~select.EPOLLOUT:
+                    self._listen(peer)
+                if mask & select.EPOLLOUT and fd in self._peers:
+                    self._tell(peer)
+                    self._control.bump()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            sock, _ = self._place.listener.accept()
+            pid, uid = peer_of(sock)
+            if uid != os.geteuid():
+                self._logger.warning("%s: turned away process %d of user %d", self.endpoint, pid, uid)
+                sock.close()
+                return
+            self._next_lane += 1
+            peer = Peer(Channel(sock), self._next_lane, pid)
+            peer.channel.widen(QUEUE)
+            self._peers[sock.fileno()] = peer
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _listen(self, peer: Peer) -> None:
+        """Read what a worker says. Anything malformed ends this connection, and no other."""
+        try:
+            peer.channel.drain()
+            for message, fds in peer.channel.messages():
+                for fd in fds:
+                    os.close(fd)
+                self._hear(peer, message)
+                if peer.channel.fileno() not in self._peers:
+                    return
+        except WireError as exc:
+            self._logger.warning("%s: %s: %s; connection closed", self.endpoint, peer.name, exc)
+            self._lose(peer, f"it sent something malformed: {exc}")
+            return
+        if peer.channel.ended:
+            self._lose(peer, f"process {peer.pid} closed the connection without a goodbye, or died")
+
+    def _hear(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Report) and peer.joined is not None:
+            event = wire.decode_event(message.event)
+            if not isinstance(event, (Applied, Refused)):
+                raise WireError(f"a report of kind {type(event).__name__}")
+            if isinstance(event, Applied):
+                peer.acting = max(peer.acting or event.stamp, event.stamp)
+            joined = peer.joined
+            self._events.append(msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation))
+        elif isinstance(message, Goodbye):
+            self._drop(peer)
+            if peer.joined is not None:
+                self._events.append(Left(worker=peer.name, incarnation=peer.joined.incarnation))
+        elif isinstance(message, Hello) and peer.joined is None:
+            self._greet(peer, message)
+        else:
+            raise WireError(f"{type(message).__name__} came out of turn")
+
+    def _greet(self, peer: Peer, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            self._reject(
+                peer,
+                "protocol",
+                f"the updater speaks protocol {PROTOCOL}, this worker {hello.protocol}: install one version of "
+                "weightwire-ipc on both sides",
+            )
+            return
+        joined = wire.decode_event(hello.joined)
+        if not isinstance(joined, Joined):
+            raise WireError(f"a hello of kind {type(joined).__name__}")
+        if not self._make_way(joined):
+            other = self._workers[joined.worker].pid
+            self._reject(
+                peer,
+                "name",
+                f"another live worker is called {joined.worker!r} (process {other}); give each a name of its own",
+            )
+            return
+        peer.joined, peer.acting = joined, joined.have.acting
+        self._workers[joined.worker] = peer
+        self._events.append(joined)
+        peer.channel.send(Welcome(self.epoch, peer.lane), [self._control.shared, self._leases.shared])
+        peer.dirty = True
+        self._tell(peer)
+
+    def _make_way(self, joined: Joined) -> bool:
+        """Whether the name is free: an old connection of that name that has ended is cleared away first."""
+        other = self._workers.get(joined.worker)
+        if other is not None:
+            self._listen(other)
+        return joined.worker not in self._workers
+
+    def _reject(self, peer: Peer, kind: str, reason: str) -> None:
+        self._logger.warning("%s: turned away process %d: %s", self.endpoint, peer.pid, reason)
+        peer.channel.send(Reject(kind, reason[:2000]))
+        self._drop(peer)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        self._drop(peer)
+        if peer.joined is not None:
+            self._events.append(Lost(worker=peer.name, incarnation=peer.joined.incarnation, reason=reason))
+
+    def _drop(self, peer: Peer) -> None:
+        """Forget a connection."""
+        fd = peer.channel.fileno()
+        if self._peers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+        if self._workers.get(peer.name) is peer:
+            del self._workers[peer.name]
+            self._shelf.forget(peer.name)
+        peer.channel.close()
+
+    # -- the service thread ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Look after the workers while the trainer's own thread is elsewhere."""
+        waiter = select.poll()
+        for fd in (self._epoll.fileno(), self._wake):
+            waiter.register(fd, select.POLLIN)
+        parked = select.poll()
+        parked.register(self._wake, select.POLLIN)
+        touched = time.monotonic()
+        while True:
+            pause = self._attended - time.monotonic()
+            ready = (parked if pause > 0 else waiter).poll(pause * 1000 if pause > 0 else TOUCH * 1000)
+            if self._closed:
+                return
+            self._hush(self._wake)
+            if time.monotonic() - touched > TOUCH:
+                touched = time.monotonic()
+                self._place.touch()
+            if ready:
+                try:
+                    self._turn()
+                except Exception:
+                    self._logger.exception("%s: the service thread failed and goes on", self.endpoint)
+                    time.sleep(0.1)
+                if self._events:
+                    self._ring(self._bell)
+
+    @staticmethod
+    def _ring(bell: int) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_write(bell, 1)
+
+    @staticmethod
+    def _hush(bell: int) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(bell)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        if self._closed or not self._origin.here:
+            return
+        self._turn()  # whoever has just come is told that it is over, too
+        with self._lock:
+            for peer in list(self._workers.values()):
+                if peer.dirty:  # it has not read its news for a while; these are the last ones, and must be there
+                    peer.channel.widen(QUEUE * 16)
+                    self._tell(peer)
+            self._closed = True
+            self._control.say_closed()
+            self._control.bump()
+            for peer in list(self._peers.values()):
+                self._drop(peer)
+            self._place.close()
+        self._ring(self._wake)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(1.0, deadline.remaining))
+        self._epoll.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+        self._control.close()
+        self._leases.close()
+        for fd in (self._bell, self._wake):
+            os.close(fd)
+
+    def _check(self) -> None:
+        self._origin.check()
+        if self._closed:
+            raise ClosedError(f"{self._origin.what} is closed")
+
+    def in_child(self) -> None:
+        """In a forked child: let go of everything that tells the others that we live."""
+        sockets = [peer.channel.detach() for peer in self._peers.values()]
+        forks.give_up(*sockets, *self._place.detach(), *self._leases.detach(), self._bell, self._wake)
+        self._epoll.close()

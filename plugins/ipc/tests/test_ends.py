@@ -1,0 +1,488 @@
+"""Sender and receiver against each other, below the core."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from weightwire.errors import ClosedError, DigestError, EndpointInUseError, StorageFullError, WaitTimeout
+from weightwire.transport import Applied, Deadline, Have, Joined, Left, Lost, Refused, Staged, Version
+
+SOON, NOW = Deadline.after, Deadline.after(0)
+
+
+def at(stamp: Version, base: Version | None = None) -> Have:
+    return Have(stamp, base or stamp, stamp)
+
+
+def value(delivery: Any) -> float:
+    """The one value that all of a delivery holds."""
+    views = dict(zip(delivery.header.layout.names, delivery.views()))
+    assert (views["value"] == views["value"][0]).all()
+    return float(views["value"][0])
+
+
+def applied(receiver: Any, stamp: Version, worker: str = "w") -> None:
+    receiver.report(Applied(worker=worker, stamp=stamp))
+
+
+# -- news ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("apply", ["copy", "alias"])
+def test_newest_wins_and_comes_whole(bench: Any, apply: str) -> None:
+    sender, receiver = bench.sender(), bench.receiver(apply=apply)
+    assert receiver.poll(Have(), None) is None
+    for number in range(1, 30):
+        stamp = bench.stage(sender, number)
+    delivery = receiver.poll(Have(), SOON(5))
+    assert (delivery.header.stamp, value(delivery)) == (stamp, 29)
+    delivery.release()
+    assert receiver.poll(at(stamp), None) is None
+    assert receiver.poll(at(stamp), SOON(0.02)) is None
+    assert receiver.connected
+
+
+def test_events_tell_who_joined_what_is_staged_and_what_was_reported(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, receiver = bench.sender(), bench.receiver(incarnation=7, needs=os.urandom(1 << 20), host="h", pid=1)
+    receiver.poll(Have(), None)
+    events = gather(sender, lambda e: isinstance(e, Joined))
+    assert (events[0].worker, events[0].incarnation, len(events[0].needs)) == ("w", 7, 1 << 20)
+    stamp = bench.stage(sender, 1)
+    assert gather(sender, lambda e: isinstance(e, Staged)) == [Staged(worker="w", incarnation=7, stamp=stamp)]
+    receiver.poll(Have(), SOON(5)).release()
+    receiver.report(Refused(worker="w", incarnation=7, stamp=stamp, kind="refused", phase="verify", error="no"))
+    receiver.report(Applied(worker="w", incarnation=7, stamp=stamp))
+    events = gather(sender, lambda e: isinstance(e, Applied))
+    assert [type(event) for event in events] == [Refused, Applied]
+    receiver.close(NOW)
+    assert gather(sender, lambda e: isinstance(e, Left)) == [Left(worker="w", incarnation=7)]
+
+
+def test_a_hello_larger_than_the_socket_takes_arrives(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, receiver = bench.sender(), bench.receiver(needs=os.urandom(8 << 20))
+    bench.stage(sender, 1)
+    assert receiver.poll(Have(), SOON(5)) is not None
+    assert len(gather(sender, lambda e: isinstance(e, Joined))[0].needs) == 8 << 20
+
+
+def test_a_joiner_gets_the_newest_full_version_and_then_the_newest_subset(bench: Any) -> None:
+    sender = bench.sender()
+    for number in (1, 2):
+        base = bench.stage(sender, number)
+    for number in (3, 4):
+        subset = bench.stage(sender, number, base=base)
+    receiver = bench.receiver()
+    first = receiver.poll(Have(), SOON(5))
+    assert (first.header.stamp, value(first)) == (base, 2)
+    second = receiver.poll(at(base), None)
+    assert (second.header.stamp, second.header.base, value(second)) == (subset, base, 4)
+    assert receiver.poll(at(subset, base), None) is None
+
+
+def test_some_workers_only(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, a, b = bench.sender(), bench.receiver("a"), bench.receiver("b")
+    first = bench.stage(sender, 1)
+    for receiver in (a, b):
+        receiver.poll(Have(), SOON(5)).release()
+    second = bench.stage(sender, 2, to={"b"})
+    assert a.poll(at(first), SOON(0.05)) is None
+    assert b.poll(at(first), SOON(5)).header.stamp == second
+    assert bench.receiver("c").poll(Have(), SOON(5)).header.stamp == first
+    staged = [e for e in gather(sender, lambda e: isinstance(e, Staged) and e.stamp == second) if isinstance(e, Staged)]
+    assert ("a", second) not in {(event.worker, event.stamp) for event in staged}
+
+
+def test_nothing_new_is_cheap(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    bench.stage(sender, 1)
+    delivery = receiver.poll(Have(), SOON(5))
+    have = at(delivery.header.stamp)
+    delivery.release()
+    receiver.poll(have, None)
+    begun = time.perf_counter()
+    for _ in range(1000):
+        receiver.poll(have, None)
+    assert time.perf_counter() - begun < 0.01, "ten times the microsecond that it may take"
+
+
+def test_waiting_poll_wakes_up_for_news(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    receiver.poll(Have(), None)
+    timer = threading.Timer(0.1, bench.stage, (sender, 1))
+    timer.start()
+    begun = time.monotonic()
+    assert receiver.poll(Have(), SOON(10)) is not None
+    assert time.monotonic() - begun < 5
+    timer.join()
+
+
+# -- leases and slots --------------------------------------------------------------------------------------------------
+
+
+def test_a_delivery_does_not_change_while_newer_versions_arrive(bench: Any) -> None:
+    sender = bench.sender()
+    held = []
+    for apply in ("copy", "alias"):
+        receiver = bench.receiver(apply, apply=apply)
+        bench.stage(sender, 1)
+        held.append(receiver.poll(Have(), SOON(5)))
+    for number in range(2, 12):
+        bench.stage(sender, number)
+    assert [value(delivery) for delivery in held] == [1, 1]
+    assert len(sender._slots) <= 4
+
+
+def test_slots_beyond_those_asked_for_are_given_up(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    bench.stage(sender, 1)
+    delivery = receiver.poll(Have(), SOON(5))
+    bench.stage(sender, 2)
+    bench.stage(sender, 3)
+    assert len(sender._slots) == 3
+    delivery.release()
+    for number in range(4, 24):
+        bench.stage(sender, number)
+    assert len(sender._slots) == 2
+
+
+def test_larger_and_smaller_versions(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    have = Have()
+    for number, size in enumerate([1, 10, 3_000_000, 5, 3_000_000, 5_000_000, 5_000_000, 1, 1], 1):
+        bench.stage(sender, number, size=size)
+        delivery = receiver.poll(have, SOON(5))
+        assert (value(delivery), delivery.views()[0].numel()) == (number, size)
+        have = at(delivery.header.stamp)
+        delivery.release()
+        assert len(sender._slots) <= 4
+    assert len(receiver._session.slots) <= 4
+
+
+def test_no_free_slot_names_the_holder_and_the_phase_and_passes(bench: Any) -> None:
+    sender, receiver = bench.sender(max_slots=2), bench.receiver("holder", apply="alias")
+    bench.stage(sender, 1)
+    kept = receiver.poll(Have(), SOON(5)).views()
+    bench.stage(sender, 2)
+    with pytest.raises(WaitTimeout, match=r"version 3 .* 0\.2.* s: all 2 are in use by holder") as caught:
+        bench.stage(sender, 3, timeout=0.2)
+    assert (caught.value.phase, caught.value.worker, caught.value.version) == ("stage", "holder", 3)
+    assert (kept[0] == 1).all()
+    del kept
+    gc.collect()
+    stamp = bench.stage(sender, 3)
+    assert receiver.poll(at(Version(stamp.epoch, 1)), SOON(5)).header.stamp == stamp
+
+
+def test_a_lease_ends_when_the_last_view_dies(bench: Any) -> None:
+    sender, receiver = bench.sender(max_slots=2), bench.receiver(apply="alias")
+    bench.stage(sender, 1)
+    delivery = receiver.poll(Have(), SOON(5))
+    views = delivery.views()
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 2, "each has a storage of its own"
+    assert views[0].untyped_storage().nbytes() == views[0].numel() * 4
+    part = views[0][10:20].view(2, 5)
+    delivery.release()
+    del delivery, views
+    bench.stage(sender, 2)
+    with pytest.raises(WaitTimeout):
+        bench.stage(sender, 3, timeout=0.05)
+    assert (part == 1).all()
+    del part
+    bench.stage(sender, 3)
+
+
+@pytest.mark.parametrize("apply", ["copy", "alias"])
+def test_stray_writes_reach_nobody_not_even_the_next_version(bench: Any, apply: str) -> None:
+    sender = bench.sender()
+    vandal, witness = bench.receiver("vandal", apply=apply), bench.receiver("witness")
+    have = Have()
+    for number in range(1, 8):
+        bench.stage(sender, number)
+        deliveries = [receiver.poll(have, SOON(5)) for receiver in (vandal, witness)]
+        assert [value(delivery) for delivery in deliveries] == [number, number]
+        for view in deliveries[0].views():
+            view.fill_(99)
+        del view
+        assert value(deliveries[1]) == number
+        have = at(deliveries[0].header.stamp)
+        for delivery in deliveries:
+            delivery.release()
+        del deliveries, delivery
+
+
+def test_one_slot_has_one_address_in_copy_mode(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    have, places = Have(), {}
+    for number in range(1, 7):
+        bench.stage(sender, number)
+        delivery = receiver.poll(have, SOON(5))
+        address = delivery.tensors()[0].data_ptr()
+        assert places.setdefault(delivery.memory, address) == address
+        have = at(delivery.header.stamp)
+        delivery.release()
+    assert len(places) == 2
+
+
+def test_weights_live_on_when_the_receiver_closes(bench: Any) -> None:
+    sender, receiver = bench.sender(max_slots=2), bench.receiver(apply="alias")
+    bench.stage(sender, 1, size=100_000)
+    views = receiver.poll(Have(), SOON(5)).views()
+    receiver.close(SOON(1))
+    for number in range(2, 6):
+        bench.stage(sender, number, size=100_000)
+    assert (views[0] == 1).all()
+
+
+def test_weights_live_on_when_the_trainer_closes(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver(apply="alias")
+    bench.stage(sender, 1)
+    views = receiver.poll(Have(), SOON(5)).views()
+    sender.close(SOON(1))
+    assert receiver.poll(at(Version(sender.epoch, 1)), SOON(1)) is None
+    assert receiver.closed
+    receiver.close(SOON(1))
+    assert (views[0] == 1).all()
+
+
+def test_a_damaged_header_is_a_digest_error(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    bench.stage(sender, 1)
+    (slot,) = sender._slots.values()
+    slot._map[100] ^= 1
+    with pytest.raises(DigestError, match="header of version 1"):
+        receiver.poll(Have(), SOON(5))
+    bench.stage(sender, 2)
+    assert value(receiver.poll(Have(), SOON(5))) == 2
+
+
+def test_shared_memory_full_is_a_typed_error_and_the_old_version_lives_on() -> None:
+    script = """
+        import resource
+        import torch
+        from weightwire import StorageFullError, WeightReceiver, WeightUpdater
+        updater = WeightUpdater("ipc", timeout=5)
+        receiver = WeightReceiver(updater.endpoint, timeout=5)
+        updater.push({"x": torch.ones(1000)})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            updater.push({"x": torch.zeros(10_000_000)})
+        except StorageFullError as exc:
+            print(exc)
+        print(receiver.pull(), receiver.weights["x"].sum().item())
+        print(updater.push({"x": torch.full((1000,), 2.0)}).version, receiver.pull(), receiver.weights["x"].sum().item())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "needs 38.2 MiB of shared memory, but only 0.0 MiB could be had (File too large)" in lines[0]
+    assert lines[1:] == ["1 1000.0", "2 2 2000.0"]
+
+
+def test_memory_makes_way_before_it_is_said_to_be_full(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightwire_ipc import slots
+
+    sender = bench.sender(slots=3)
+    for number in (1, 2, 3):
+        bench.stage(sender, number)
+    real, left = slots.allocate, [1]
+
+    def allocate(fd: int, nbytes: int) -> None:
+        if left.pop() if left else 0:
+            raise StorageFullError("full")
+        real(fd, nbytes)
+
+    monkeypatch.setattr(slots, "allocate", allocate)
+    bench.stage(sender, 4, size=3_000_000)
+    assert len(sender._slots) == 2
+
+
+# -- coming and going ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_worker_of_one_name_is_told_so(bench: Any) -> None:
+    sender, first = bench.sender(), bench.receiver()
+    bench.stage(sender, 1)
+    assert first.poll(Have(), SOON(5)) is not None
+    second = bench.receiver()
+    with pytest.raises(EndpointInUseError, match="another live worker is called 'w'"):
+        second.poll(Have(), SOON(5))
+    first.close(SOON(1))
+    assert second.poll(Have(), SOON(5)) is not None
+
+
+def test_last_versions_are_read_before_the_end_is_known(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    receiver.poll(Have(), None)
+    for number in range(1, 100):  # more than its socket takes
+        stamp = bench.stage(sender, number)
+    sender.close(NOW)
+    delivery = receiver.poll(Have(), SOON(5))
+    assert (value(delivery), receiver.closed) == (99, False)
+    assert receiver.poll(at(stamp), SOON(5)) is None
+    assert (receiver.closed, receiver.connected) == (True, False)
+    assert receiver.poll(at(stamp), None) is None
+
+
+def test_everything_may_be_closed_twice_and_not_used_after(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    for end in (sender, receiver, sender, receiver):
+        end.close(NOW)
+    assert receiver.poll(Have(), SOON(5)) is None
+    assert sender.events(NOW) == []
+    with pytest.raises(ClosedError):
+        bench.stage(sender, 1)
+
+
+def test_a_new_trainer_is_found_by_itself(bench: Any) -> None:
+    first, receiver = bench.sender(), bench.receiver()
+    stamp = bench.stage(first, 5)
+    receiver.poll(Have(), SOON(5)).release()
+    os.close(first._control.shared)
+    first._control.shared = -1
+    first._control.say_closed = lambda: None  # type: ignore[method-assign]
+    first.close(NOW)  # as if it had been killed: without a word
+    assert receiver.poll(at(stamp), SOON(0.1)) is None
+    assert (receiver.closed, receiver.connected) == (False, False)
+    second = bench.sender()
+    second.epoch += 1
+    newer = bench.stage(second, 1)
+    assert receiver.poll(at(stamp), SOON(5)).header.stamp == newer > stamp
+
+
+def test_junk_ends_one_connection_only(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, good, bad = bench.sender(), bench.receiver("good"), bench.receiver("bad")
+    for receiver in (good, bad):
+        receiver.poll(Have(), None)
+    gather(sender, lambda e: isinstance(e, Joined) and e.worker == "bad")
+    bad._session.channel._sock.send(b"\xff\0\0\0\0junk")
+    events = gather(sender, lambda e: isinstance(e, Lost))
+    assert [event.worker for event in events if isinstance(event, Lost)] == ["bad"]
+    bench.stage(sender, 1)
+    assert good.poll(Have(), SOON(5)) is not None
+    assert bad.poll(Have(), SOON(5)) is not None, "it connects anew"
+
+
+def test_interrupts_at_every_step_of_stage_leave_the_sender_usable(bench: Any) -> None:
+    """A KeyboardInterrupt after each line that ``stage`` runs, one after the other."""
+    sender = bench.sender()
+    receivers = [bench.receiver(name) for name in "abc"]
+    for receiver in receivers:
+        receiver.poll(Have(), None)
+    bench.stage(sender, 1)
+    have = {receiver: Have() for receiver in receivers}
+    number, step, outcomes = 1, 0, set()
+    while True:
+        number, step = number + 1, step + 1
+        payload = bench.payload(sender, number)
+        interrupted = run_interrupted(lambda payload=payload: sender.stage(payload, None, SOON(5)), step)
+        full, _ = sender._shelf.of("a")
+        out = payload.stamp in (full.stamp, sender._announcement.info.stamp if sender._announcement else None)
+        assert out or interrupted
+        outcomes.add((out, interrupted))
+        for receiver in receivers:
+            delivery = receiver.poll(have[receiver], SOON(5) if out or step == 1 else NOW)
+            assert (delivery is not None) is (out or step == 1), "all of them have it, or none"
+            if delivery is not None:
+                assert delivery.header.stamp.number == value(delivery) == (number if out else 1)
+                have[receiver] = at(delivery.header.stamp)
+                delivery.release()
+        if not interrupted:
+            break
+    assert outcomes == {(False, True), (True, True), (True, False)}
+
+
+def run_interrupted(call: Callable[[], object], steps: int) -> bool:
+    """Run a call; raise KeyboardInterrupt at the given line of the ipc package. Whether it was reached."""
+    left = steps
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if "weightwire_ipc" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_forked_child_owns_nothing(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, receiver = bench.sender(), bench.receiver(apply="alias")
+    stamp = bench.stage(sender, 1)
+    delivery = receiver.poll(Have(), SOON(5))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            for call in (lambda: receiver.poll(Have(), None), lambda: bench.stage(sender, 2)):
+                try:
+                    call()
+                except ClosedError:
+                    code += 1
+            sender.close(NOW)
+            receiver.close(NOW)
+            del delivery
+            gc.collect()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    applied(receiver, stamp)
+    gather(sender, lambda e: isinstance(e, Applied))
+    second = bench.stage(sender, 2)
+    assert value(delivery) == 1
+    assert receiver.poll(at(stamp), SOON(5)).header.stamp == second
+
+
+def test_nothing_leaks(bench: Any) -> None:
+    def look() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def round_trip(rounds: int) -> None:
+        sender = bench.sender()
+        receivers = [bench.receiver(apply, apply=apply) for apply in ("copy", "alias")]
+        have = Have()
+        for number in range(1, rounds):
+            stamp = bench.stage(sender, number, size=1 + number % 3 * 500_000)
+            for receiver in receivers:
+                receiver.poll(have, SOON(5)).release()
+            have = at(stamp)
+            sender.events(NOW)
+        for receiver in receivers:
+            receiver.close(SOON(1))
+        sender.close(SOON(1))
+
+    round_trip(5)
+    before = look()
+    round_trip(100)
+    assert look() == before
+
+
+def test_tensors_of_a_delivery_are_plain(bench: Any) -> None:
+    sender, receiver = bench.sender(), bench.receiver(apply="alias")
+    bench.stage(sender, 1)
+    view = receiver.poll(Have(), SOON(5)).views()[0]
+    assert (view.device.type, view.requires_grad, view.is_contiguous()) == ("cpu", False, True)
+    assert torch.equal(view * 2, torch.full((100,), 2.0))

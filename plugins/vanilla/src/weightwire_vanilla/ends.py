@@ -1,0 +1,273 @@
+"""Both ends meet at a :class:`Place` in this process, under one lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from weightwire.endpoint import scoped
+from weightwire.errors import ClosedError, EndpointInUseError
+from weightwire.transport import (
+    Applied,
+    Deadline,
+    Delivery,
+    Event,
+    Have,
+    Header,
+    Left,
+    Receiver,
+    ReceiverContext,
+    Refused,
+    Sender,
+    SenderContext,
+    Shelf,
+    Staged,
+    Version,
+    choose,
+)
+from weightwire_vanilla.arena import Arena
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightwire.endpoint import Endpoint
+    from weightwire.weights.payload import Payload
+    from weightwire_vanilla import Options
+
+__all__ = ["VanillaReceiver", "VanillaSender"]
+
+SPARE = 2
+"""Idle arenas that a place keeps for the next versions."""
+
+
+class Item(NamedTuple):
+    """A version on the shelf."""
+
+    stamp: Version
+    base: Version | None
+    header: Header
+    arena: Arena
+
+
+class Place:
+    """Where the ends of one location meet. ``news`` grows with whatever a waiting receiver may want to look at."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.changed = threading.Condition(threading.RLock())
+        self.sender: VanillaSender | None = None
+        self.receivers: dict[str, VanillaReceiver] = {}
+        self.events: deque[Event] = deque()
+        self.shelf: Shelf[Item] = Shelf()
+        self.news = 0
+        self.epoch = 0
+        self._spare: list[Arena] = []
+
+    def arena(self, nbytes: int) -> Arena:
+        fit = next((spare for spare in self._spare if spare.array.nbytes == nbytes), None)
+        if fit is None:
+            self._spare.clear()
+            return Arena(nbytes, self._idle)
+        self._spare.remove(fit)
+        return fit
+
+    def _idle(self, arena: Arena) -> None:
+        if len(self._spare) < SPARE:
+            self._spare.append(arena)
+
+    def put(self, item: Item, to: frozenset[str] | None) -> None:
+        before = self.shelf.kept()
+        item.arena.hold()
+        self.shelf.put(item, to)
+        self.let_go(before)
+
+    def let_go(self, before: list[Item]) -> None:
+        """Drop the arenas of those items of ``before`` that nobody can ask for any more."""
+        kept = {id(item) for item in self.shelf.kept()}
+        for item in {id(item): item for item in before}.values():
+            if id(item) not in kept:
+                item.arena.drop()
+
+    def wake(self) -> None:
+        self.news += 1
+        self.changed.notify_all()
+
+
+_places: dict[str, Place] = {}
+_lock = threading.RLock()
+
+
+def _meet(name: str) -> Place:
+    with _lock:
+        return _places.setdefault(name, Place(name))
+
+
+def _part(place: Place) -> None:
+    with _lock:
+        if place.sender is None and not place.receivers and _places.get(place.name) is place:
+            del _places[place.name]
+
+
+class VanillaSender(Sender):
+    """Copies each version into an arena, or straight into the only receiver where that is inline."""
+
+    def __init__(self, endpoint: Endpoint, options: Options, context: SenderContext) -> None:
+        location = endpoint.location or secrets.token_hex(8)
+        self._keep = options.keep
+        self.endpoint = str(dataclasses.replace(endpoint, location=location))
+        self._place = place = _meet(scoped(location))
+        with place.changed:
+            if place.sender is not None:
+                raise EndpointInUseError(
+                    f"{self.endpoint} has a live updater in this process already; close it, or choose another location"
+                )
+            place.sender = self
+            self.epoch = place.epoch = max(context.epoch, place.epoch + 1)
+            place.events.clear()
+            for receiver in place.receivers.values():
+                receiver.join()
+            place.wake()
+
+    def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
+        place = self._place
+        with place.changed:
+            receivers = [r for name, r in place.receivers.items() if to is None or name in to]
+            if (
+                len(place.receivers) == len(receivers) == 1
+                and receivers[0].direct
+                and not (self._keep or payload.digest)
+            ):
+                deliveries: list[tuple[VanillaReceiver, Delivery]] = [(receivers[0], Straight(payload))]
+            else:
+                item = self._shelve(payload, to)
+                deliveries = [(r, item.arena.deliver(item.header, alias=r.alias)) for r in receivers if r.inline]
+            place.events.extend(
+                Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp) for r in receivers
+            )
+        with payload.phase("commit"):
+            for receiver, delivery in deliveries:
+                receiver.deliver(delivery)
+
+    def _shelve(self, payload: Payload, to: frozenset[str] | None) -> Item:
+        place = self._place
+        arena = place.arena(payload.nbytes)
+        arena.hold()
+        try:
+            payload.pack(arena.tensor)
+            item = Item(payload.stamp, payload.base, payload.header, arena)
+            place.put(item, to)
+            place.wake()
+        finally:
+            arena.drop()
+        return item
+
+    def events(self, deadline: Deadline) -> list[Event]:
+        place = self._place
+        with place.changed:
+            if place.sender is not self:
+                raise ClosedError(f"the updater of {self.endpoint} is closed")
+            if not place.events and not deadline.expired:
+                place.changed.wait(deadline.remaining)
+            events = list(place.events)
+            place.events.clear()
+            return events
+
+    def close(self, deadline: Deadline) -> None:
+        place = self._place
+        with place.changed:
+            if place.sender is not self:
+                return
+            place.sender = None
+            for receiver in place.receivers.values():
+                receiver.connected, receiver.closed = False, True
+            place.receivers.clear()
+            before, place.shelf = place.shelf.kept(), Shelf()
+            place.let_go(before)
+            place.wake()
+        _part(place)
+
+
+class Straight(Delivery):
+    """The trainer's own tensors, for a receiver that copies from them before ``stage`` returns."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._entries = payload.entries()
+        super().__init__(payload.header)
+
+    def views(self) -> list[Tensor]:
+        return self._entries
+
+
+class VanillaReceiver(Receiver):
+    """Looks at the place's shelf; reports into its events."""
+
+    def __init__(self, endpoint: Endpoint, context: ReceiverContext) -> None:
+        self._context = context
+        self.name, self.incarnation = context.worker, context.incarnation
+        self.alias = context.apply == "alias"
+        self.inline = context.deliver is not None
+        self.direct = self.inline and not self.alias  # it is done with the tensors when `deliver` returns
+        self.whereabouts = "vanilla reaches trainers in this process only"
+        self._place = place = _meet(scoped(endpoint.location))
+        self._seen: tuple[int, Have] | None = None
+        with place.changed:
+            if self.name in place.receivers:
+                raise EndpointInUseError(
+                    f"a worker named {self.name!r} is live at {endpoint} already; choose another name"
+                )
+            place.receivers[self.name] = self
+            if place.sender is not None:
+                self.join()
+                place.wake()
+
+    def join(self) -> None:
+        """Tell the place's (new) sender who is here."""
+        self.connected = True
+        hello, place = self._context.joined, self._place
+        have = self._context.have()
+        place.events.append(msgspec.structs.replace(hello, have=have))
+        staged = choose(have, *place.shelf.of(self.name))
+        if staged is not None:
+            place.events.append(Staged(worker=self.name, incarnation=self.incarnation, stamp=staged.stamp))
+
+    def deliver(self, delivery: Delivery) -> None:
+        assert self._context.deliver is not None
+        self._context.deliver(delivery)
+
+    def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
+        place = self._place
+        if self._seen is not None and self._seen[0] == place.news and self._seen[1] is have and deadline is None:
+            return None
+        with place.changed:
+            while True:
+                item = None if self.closed or self.inline else choose(have, *place.shelf.of(self.name))
+                if item is not None:
+                    return item.arena.deliver(item.header, alias=self.alias)
+                if deadline is None or deadline.expired or self.closed:
+                    self._seen = (place.news, have)
+                    return None
+                place.changed.wait(deadline.remaining)
+
+    def report(self, event: Applied | Refused) -> None:
+        with self._place.changed:
+            if self.connected:
+                self._place.events.append(event)
+                self._place.changed.notify_all()
+
+    def close(self, deadline: Deadline) -> None:
+        place = self._place
+        with place.changed:
+            if place.receivers.get(self.name) is self:
+                del place.receivers[self.name]
+                before = place.shelf.kept()
+                place.shelf.forget(self.name)
+                place.let_go(before)
+                place.events.append(Left(worker=self.name, incarnation=self.incarnation))
+                place.wake()
+            self.connected = False
+        _part(place)
