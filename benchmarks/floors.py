@@ -58,8 +58,9 @@ class BareEnd:
         os.close(descriptor)
         self.look = Look(module)
 
-    def take(self) -> None:
-        sentinel = float(self.socket.recv(32))
+    def take(self, sentinel: float) -> None:
+        if float(self.socket.recv(32)) != sentinel:
+            raise AssertionError("a message was lost")
         torch._foreach_copy_(self.targets, self.sources)
         self.look(sentinel)
         self.socket.send(b"done")

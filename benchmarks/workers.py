@@ -30,8 +30,8 @@ SETTLE = 0.002  # seconds from a worker's last word to its sleep in the system's
 class End(Protocol):
     """A worker's side of the system that is measured."""
 
-    def take(self) -> None:
-        """Wait for the next version, act with it, look at its sentinels, and let the trainer know."""
+    def take(self, sentinel: float) -> None:
+        """Wait for the version with this sentinel, act with it, look at every tensor, and let the trainer know."""
 
     def idle(self) -> None:
         """Ask for news when there is none."""
@@ -44,10 +44,10 @@ class WeightwireEnd:
         self.receiver = WeightReceiver(endpoint, module, apply=apply)
         # Hooks run after the commit and before the trainer hears of it: the look is within the clock.
         self.receiver.on_applied(states.Look(module))
+        self.receiver.pull(0.0)  # a worker joins with its first pull
 
-    def take(self) -> None:
-        if self.receiver.pull(PATIENCE) is None:
-            raise TimeoutError("no version came")
+    def take(self, sentinel: float) -> None:
+        self.receiver.wait(int(sentinel), PATIENCE)
 
     def idle(self) -> None:
         self.receiver.pull()
@@ -77,7 +77,7 @@ def serve(pipe: Connection, state: str, make_end: Callable[..., End]) -> None:
             elif command[0] == "take":
                 assert end
                 pipe.send("waiting")
-                end.take()
+                end.take(command[1])
                 answer = None
             elif command[0] == "idle":
                 assert end
@@ -138,9 +138,9 @@ class Crew:
         self.tell(*command, first=first, last=last)
         return self.answers(first=first, last=last)
 
-    def take(self, *, first: int = 0, last: int | None = None) -> None:
-        """Have the workers wait for the next version; returns when they do."""
-        self.ask("take", first=first, last=last)
+    def take(self, sentinel: float, *, last: int | None = None) -> None:
+        """Have the workers wait for the version with this sentinel; returns when they do."""
+        self.ask("take", sentinel, last=last)
         time.sleep(SETTLE)
 
     def close(self) -> None:
@@ -160,8 +160,9 @@ def contender(crew: Crew, module: nn.Module, push: Callable[[], object], upcomin
     """``push`` brings ``module`` to all of ``crew`` and returns when they have looked for the ``upcoming`` sentinel."""
 
     def before() -> None:
-        states.change(module, upcoming())
-        crew.take()
+        sentinel = upcoming()
+        states.change(module, sentinel)
+        crew.take(sentinel)
 
     def after() -> None:
         crew.answers()

@@ -81,7 +81,7 @@ def b5(repeat: int) -> list[Contest]:
         stack.callback(crew.close)
         crew.ask("open", updater.endpoint, "copy")
         states.change(module, 1.0)
-        crew.take()
+        crew.take(1.0)
         updater.push(wait="applied", timeout=PATIENCE)
         crew.answers()
         (seconds,) = crew.ask("idle", repeat)
@@ -112,7 +112,7 @@ def b8(repeat: int) -> list[Contest]:
                     module, loaded, lambda m=module, t=loaded: t.load_state_dict(m.state_dict())
                 ),
             }
-            contests.append(interleave("B8", state, contenders, repeat=turns))
+            contests.append(interleave("B8", state, contenders, repeat=turns, warmup=1))
     return contests
 
 
@@ -156,8 +156,9 @@ def b9(repeat: int) -> list[Contest]:
             crew.ask("open", updater.endpoint, "alias", first=first, last=count)
             copies = []
             for turn in range(repeat + slots):
-                states.change(module, float(updater.version + 1))
-                crew.take(last=count)
+                sentinel = float(updater.version + 1)
+                states.change(module, sentinel)
+                crew.take(sentinel, last=count)
                 updater.push(wait="applied")
                 crew.answers(last=count)
                 if turn >= slots:

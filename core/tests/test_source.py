@@ -545,6 +545,33 @@ def test_other_memory_of_the_same_look_has_the_same_layout() -> None:
     assert source.extract(copy.deepcopy(model)).plan is first.plan
 
 
+def test_what_a_function_makes_anew_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    source = Source(lambda: {name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+    first, want = source.extract(), values(Source(model).extract())
+    monkeypatch.setattr("weightwire.weights.source.make_plan", lambda *_: pytest.fail("laid out again"))
+    for _ in range(3):
+        again = source.extract()
+        assert again.plan is first.plan
+        assert values(again) == want
+
+
+def test_tensors_that_move_on_top_of_one_another_are_noticed() -> None:
+    state = {"a": torch.ones(6), "b": torch.ones(6), "c": torch.ones(3)}
+    source = Source(state)
+    assert len(source.extract().layout.sizes) == 3
+    base = torch.arange(12.0)
+    state.update(a=base[:6], b=base[6:], c=torch.ones(3))
+    assert len(source.extract().layout.sizes) == 3
+    state.update(a=base[:6], b=base[4:10])
+    assert len(source.extract().layout.sizes) == 2
+    state.update(a=torch.ones(6), b=torch.ones(6))
+    assert len(source.extract().layout.sizes) == 3
+    state["c"].untyped_storage().resize_(0)
+    with pytest.raises(PreflightError, match="c: a Tensor without memory"):
+        source.extract()
+
+
 def test_a_conjugate_view_put_in_the_place_of_a_tied_tensor_is_noticed() -> None:
     z = torch.randn(3, dtype=torch.complex64)
     state = {"a": z, "b": z}

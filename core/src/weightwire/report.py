@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import msgspec
 
 __all__ = ["PushReport", "Receipt"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker says of one version.
 
     Attributes:
@@ -30,15 +28,14 @@ class Receipt:
     state: str
     tensors: int = 0
     nbytes: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
     digest: str = ""
     error: str = ""
     phase: str = ""
     tensor: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushReport:
+class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a push, or of a wait. Prints as a small table.
 
     Attributes:
@@ -52,11 +49,11 @@ class PushReport:
 
     version: int
     run: int
-    receipts: Mapping[str, Receipt] = field(default_factory=dict)
+    receipts: dict[str, Receipt] = {}  # noqa: RUF012
     lost: tuple[str, ...] = ()
     tensors: int = 0
     nbytes: int = 0
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
     errors: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightwire.weights.payload import Payload
 
 __all__ = [
+    "NOW",
     "PHASES",
     "Applied",
     "Deadline",
@@ -105,6 +106,10 @@ class Deadline:
 
     def __repr__(self) -> str:
         return f"Deadline(in {self.at - time.monotonic():.3f} s)"
+
+
+NOW = Deadline(float("-inf"))
+"""A deadline that has passed: look, do not wait."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from weightwire.observers import Observers
 from weightwire.registry import open_backend, require
 from weightwire.report import PushReport
 from weightwire.roster import Failure, Roster, WorkerInfo
-from weightwire.transport import Deadline, Joined, Left, Lost, SenderContext, Version
+from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version
 from weightwire.weights.names import decode_needs, preflight
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
@@ -83,8 +83,7 @@ class WeightUpdater:
         if start_version < 0:
             raise ValueError(f"start_version is {start_version}; it is the number of the last version, 0 for none")
         parsed = parse(endpoint)
-        self._mapping: dict[str, Any] = {"select": select, "rename": rename, "cast": cast}
-        self._source = None if weights is None else Source(weights, **self._mapping)
+        self._source = Source(weights, select=select, rename=rename, cast=cast)
         self._backend = open_backend(parsed)
         self._observers = Observers(observers)
         self._digest = digest == "on" or (digest == "auto" and "hosts" in self._backend.info.capabilities)
@@ -125,7 +124,7 @@ class WeightUpdater:
     def workers(self) -> dict[str, WorkerInfo]:
         """The workers that are there now, by name: version, state, host, last error."""
         self._check()
-        self._listen(Deadline.after(0))
+        self._listen(NOW)
         with self._listening:
             return {name: WorkerInfo(**_fields(info)) for name, info in self._roster.workers.items()}
 
@@ -169,7 +168,7 @@ class WeightUpdater:
         meta = wire.encode_metadata(metadata or {})
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
         with self._pushing:
-            self._listen(Deadline.after(0))
+            self._listen(NOW)
             to = self._addressed(workers)
             if wait == "applied" and not allow_empty and not (self._roster.workers if to is None else to):
                 raise PushError(
@@ -184,10 +183,7 @@ class WeightUpdater:
     def _encode(self, weights: Any, to: frozenset[str] | None, partial: bool, metadata: bytes) -> Payload:
         """Extract, encode, preflight: everything that can be refused before a byte moves."""
         begun = time.perf_counter()
-        source = self._source if weights is None else Source(weights, **self._mapping)
-        if source is None:
-            raise PreflightError("there is nothing to push: neither the updater nor push() was given weights")
-        state = source.extract()
+        state = self._source.extract(weights)
         extracted = time.perf_counter()
         base = self._ground.base_for(state.layout, to, self._roster.workers) if partial else None
         stamp = Version(self._newest.epoch, self._newest.number + 1)
@@ -223,16 +219,16 @@ class WeightUpdater:
 
     def _stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> list[str]:
         """Hand the payload to the backend. The number is used up as soon as the backend has asked for the header."""
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), sum(payload.seconds.values())
         try:
             self._sender.stage(payload, to, deadline)
         finally:
             if payload.announced:
                 self._newest = payload.stamp
                 self._ground.book(payload, to)
-            inner = payload.seconds.get("notify", 0.0)
+            inner = sum(payload.seconds.values()) - before  # phases that the backend has booked itself
             payload.seconds["stage"] = time.perf_counter() - begun - inner
-        self._listen(Deadline.after(0))
+        self._listen(NOW)
         return list(self._roster.workers if to is None else to)
 
     def _settle(self, payload: Payload, names: list[str], state: str, deadline: Deadline, on_lost: str) -> PushReport:
@@ -280,7 +276,7 @@ class WeightUpdater:
             raise ValueError(f"version {number} was not pushed; the newest is {self.version}")
         begun = time.perf_counter()
         deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        self._listen(Deadline.after(0))
+        self._listen(NOW)
         to = self._addressed(workers)
         stamp = Version(self.run, number)
         names = list(self._ground.addressed(stamp, self._roster.workers) if to is None else to)
@@ -304,7 +300,7 @@ class WeightUpdater:
         self._check()
         seconds = self.timeout if timeout is None else timeout
         deadline = Deadline.after(seconds)
-        self._listen(Deadline.after(0))
+        self._listen(NOW)
         while len(self._roster.workers) < count:
             if deadline.expired:
                 there = ", ".join(sorted(self._roster.workers)) or "nobody"
@@ -384,7 +380,7 @@ class WeightUpdater:
         with self._pushing, self._listening:
             self._finalizer.detach()
             try:
-                self._listen(Deadline.after(0))
+                self._listen(NOW)
             finally:
                 self._sender.close(Deadline.after(min(self.timeout, 10.0) if timeout is None else timeout))
             return self._roster.take_failures()

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+
 from weightwire.endpoint import parse
 from weightwire.transport import Deadline, Have, Joined, ReceiverContext, SenderContext, Version
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
-
 from weightwire_ipc.options import IpcOptions
 from weightwire_ipc.receiver import IpcReceiver
 from weightwire_ipc.sender import IpcSender
+
+NOTHING = Have()
 
 
 class Bench:
@@ -34,7 +36,13 @@ class Bench:
         return sender
 
     def receiver(
-        self, worker: str = "w", *, location: str | None = None, apply: str = "copy", have: Have = Have(), **joined: Any
+        self,
+        worker: str = "w",
+        *,
+        location: str | None = None,
+        apply: str = "copy",
+        have: Have = NOTHING,
+        **joined: Any,
     ) -> IpcReceiver:
         context = ReceiverContext(
             joined=Joined(worker=worker, **joined),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from weightwire.errors import ClosedError, DigestError, EndpointInUseError, StorageFullError, WaitTimeout
 from weightwire.transport import Applied, Deadline, Have, Joined, Left, Lost, Refused, Staged, Version
 
@@ -115,6 +117,16 @@ def test_nothing_new_is_cheap(bench: Any) -> None:
     assert time.perf_counter() - begun < 0.01, "ten times the microsecond that it may take"
 
 
+def test_a_worker_that_does_not_look_has_everything_staged(bench: Any, gather: Callable[..., Any]) -> None:
+    sender, receiver = bench.sender(), bench.receiver()
+    receiver.poll(Have(), None)
+    gather(sender, lambda e: isinstance(e, Joined))
+    for number in range(1, 1000):
+        stamp = bench.stage(sender, number)
+        assert sender.events(NOW) == [Staged(worker="w", stamp=stamp)]
+    assert value(receiver.poll(Have(), None)) == 999
+
+
 def test_waiting_poll_wakes_up_for_news(bench: Any) -> None:
     sender, receiver = bench.sender(), bench.receiver()
     receiver.poll(Have(), None)
@@ -126,7 +138,7 @@ def test_waiting_poll_wakes_up_for_news(bench: Any) -> None:
     timer.join()
 
 
-# -- leases and slots --------------------------------------------------------------------------------------------------
+# -- leases and slots ------------------------------------------------------------------------------------------------
 
 
 def test_a_delivery_does_not_change_while_newer_versions_arrive(bench: Any) -> None:
@@ -279,7 +291,8 @@ def test_shared_memory_full_is_a_typed_error_and_the_old_version_lives_on() -> N
         except StorageFullError as exc:
             print(exc)
         print(receiver.pull(), receiver.weights["x"].sum().item())
-        print(updater.push({"x": torch.full((1000,), 2.0)}).version, receiver.pull(), receiver.weights["x"].sum().item())
+        print(updater.push({"x": torch.full((1000,), 2.0)}).version)
+        print(receiver.pull(), receiver.weights["x"].sum().item())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
@@ -287,7 +300,7 @@ def test_shared_memory_full_is_a_typed_error_and_the_old_version_lives_on() -> N
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "needs 38.2 MiB of shared memory, but only 0.0 MiB could be had (File too large)" in lines[0]
-    assert lines[1:] == ["1 1000.0", "2 2 2000.0"]
+    assert lines[1:] == ["1 1000.0", "2", "2 2000.0"]
 
 
 def test_memory_makes_way_before_it_is_said_to_be_full(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +321,7 @@ def test_memory_makes_way_before_it_is_said_to_be_full(bench: Any, monkeypatch: 
     assert len(sender._slots) == 2
 
 
-# -- coming and going ----------------------------------------------------------------------------------------------------
+# -- coming and going ------------------------------------------------------------------------------------------------
 
 
 def test_a_second_worker_of_one_name_is_told_so(bench: Any) -> None:
@@ -349,9 +362,8 @@ def test_a_new_trainer_is_found_by_itself(bench: Any) -> None:
     first, receiver = bench.sender(), bench.receiver()
     stamp = bench.stage(first, 5)
     receiver.poll(Have(), SOON(5)).release()
-    os.close(first._control.shared)
-    first._control.shared = -1
-    first._control.say_closed = lambda: None  # type: ignore[method-assign]
+    for peer in first._peers.values():
+        peer.board.say_closed = lambda: None  # type: ignore[method-assign]
     first.close(NOW)  # as if it had been killed: without a word
     assert receiver.poll(at(stamp), SOON(0.1)) is None
     assert (receiver.closed, receiver.connected) == (False, False)
@@ -413,7 +425,9 @@ def run_interrupted(call: Callable[[], object], steps: int) -> bool:
             return None
         if event == "line":
             left -= 1
-            if left == 0:
+            # The line of a `with` comes up once more on the way out, where no real signal is looked at.
+            if left <= 0 and "with " not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+                sys.settrace(None)
                 raise KeyboardInterrupt
         return trace
 

@@ -21,7 +21,8 @@ def locks() -> Iterator[WriteLocks]:
 def test_a_reader_keeps_the_writer_out_until_its_last_hold_ends(locks: WriteLocks) -> None:
     reader = ReadLeases(locks.shared, lane=3)
     first, second = reader.take(5), reader.take(5)
-    assert first and second
+    assert first is not None
+    assert second is not None
     assert not locks.take(5)
     assert locks.take(4), "another slot is not concerned"
     locks.drop(4)

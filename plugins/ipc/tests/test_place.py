@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from weightwire import rundir
 from weightwire.errors import EndpointError, EndpointInUseError, StaleUpdaterError, WeightwireError
 from weightwire.transport import Deadline, Have
@@ -244,9 +245,8 @@ def test_another_users_updater_is_not_trusted(bench: Any) -> None:
 
 
 def test_a_worker_cannot_listen_at_a_place_without_a_name(private: Path) -> None:
-    from weightwire.endpoint import parse
-
     import weightwire_ipc
+    from weightwire.endpoint import parse
 
     with pytest.raises(EndpointError, match=r"hand updater\.endpoint on"):
         weightwire_ipc.weightwire_make_receiver(parse("ipc"), weightwire_ipc.IpcOptions(), None)  # type: ignore[arg-type]

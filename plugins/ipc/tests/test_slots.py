@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from weightwire.errors import StorageFullError
 
+from weightwire.errors import StorageFullError
 from weightwire_ipc import memory
 from weightwire_ipc.options import IpcOptions
 from weightwire_ipc.slots import Need, Plan, Shape, choose_slot

@@ -17,7 +17,7 @@ from weightwire.updater import WeightUpdater
 
 __all__ = ["Rig", "interrupted", "took"]
 
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 """Seconds that a wait of an end takes at most, unless a test is about just that."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 __all__ = ["Listener", "listeners"]
@@ -17,6 +17,12 @@ class Listener:
     kind: str
     type: int
     address: str
+
+    def found(self, directory: Path) -> Listener:
+        """The same with the path that its file has below ``directory``: it may have been bound by another way to it."""
+        name = Path(self.address).name
+        path = next((path for path in directory.rglob("*") if path.name == name), None) if self.kind == "unix" else None
+        return replace(self, address=str(path)) if path else self
 
     @property
     def private(self) -> bool:

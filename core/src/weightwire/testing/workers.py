@@ -155,13 +155,11 @@ class ProcessWorker(Worker):
         self._process = context.Process(target=_serve, args=(theirs, _environment()), name=f"kit-{name}", daemon=True)
         self._process.start()
         theirs.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self._ended = False
         self._forked: list[int] = []
         self._unanswered: list[Pending] = []
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
 
     @property
     def process(self) -> psutil.Process:
@@ -212,17 +210,21 @@ class ProcessWorker(Worker):
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
         for pid in self._forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self._process.exitcode is None:
-            self.cont()
             with contextlib.suppress(OSError):
+                self.cont()
                 self._pipe.send(None)
             self._process.join(5)
             if self._process.exitcode is None:
                 self.kill()
         self._pipe.close()
+        self._process.close()
 
 
 def _carry_out(body: Body, command: str, args: Any, options: Any) -> tuple[bool, Any]:

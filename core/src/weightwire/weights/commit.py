@@ -1,18 +1,18 @@
 """The moment at which a policy changes: all of it, or nothing, whatever interrupts.
 
-Python runs signal handlers (Ctrl-C) between bytecodes of the main thread, and nowhere else. So everything that changes the
-policy happens within *one* call from bytecode into C: a ``deque`` that drains a ``map`` over steps, each of them a partial
-of a built-in between operands that were checked before. A signal is then seen before the call or after it, never inside.
+Python runs signal handlers (Ctrl-C) between bytecodes of the main thread, and nowhere else. So everything that changes
+the policy happens within *one* call from bytecode into C: a ``deque`` that drains a ``map`` over steps, each of them a
+partial of a built-in between operands that were checked before. A signal is then seen before or after, never inside.
 
-Steps that run Python code (custom tensor classes, setters, callables) can fail. They come first in the same call, and the
-restoring of what they changed is the next call into C, with no bytecode in between that looks at signals.
+Steps that run Python code (custom tensor classes, setters, callables) can fail. They come first in the same call, and
+the restoring of what they changed is the next call into C, with no bytecode in between that looks at signals.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -33,8 +33,7 @@ Step = partial[Any]
 class Risky(NamedTuple):
     """A change that may run Python code and fail, and the way back from it.
 
-    ``restore`` brings the old value back in C. Where there is only Python code for that, ``mend`` does it, and looks first
-    whether it has to.
+    ``restore`` brings the old value back in C. Where there is only Python code for that, ``mend`` does it.
     """
 
     name: str
@@ -73,18 +72,26 @@ class Prepared:
         self.call = call
         self.inference = inference  # a step writes into inference tensors
         self.keep = keep  # the old tensors, so that no finaliser of theirs runs within the commit
-        self.streams = streams
+        self.streams = streams  # devices on which the payload's memory is read
         self.ruined = False
 
     def done(self) -> None:
         """Let go of everything, the old tensors too, when the payload's memory is read no more. Idempotent."""
-        for device in self.streams:
-            import torch
-
-            torch.cuda.current_stream(device).synchronize()
+        if self.streams:
+            _synchronize(self.streams)
         self.streams = ()
         self.steps = self.risky = ()
         self.call = self.keep = None
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    import torch
+
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        else:
+            torch.accelerator.synchronize(device)
 
 
 def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
@@ -92,38 +99,47 @@ def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
 
     Raises what a risky step or callable raises, with the tensor's name in its attribute ``tensor``.
     """
+    import torch
+
+    last = prepared[-1]
     risky = list(chain.from_iterable(one.risky for one in prepared))
-    undo = _sheltered([r.restore for r in reversed(risky) if r.restore is not None], inference=True) if risky else []
-    steps = _sheltered(
-        chain.from_iterable(one.steps for one in prepared), inference=any(one.inference for one in prepared)
-    )
-    if then is not None:
-        steps.insert(-1, then)
-    steps.append(partial(list.clear, undo))
-    if risky or prepared[-1].call is not None:
-        steps = [*(partial(_try, r.name, r.do) for r in risky), *_calls(prepared), *steps, partial(list.clear, risky)]
+    undo: list[Step] = []  # what is to be done when a step raises; empty when all are through
+    if restores := [r.restore for r in reversed(risky) if r.restore is not None]:
+        undo += _without_modes(restores)
+    # The grad mode is part of the state that leaving this mode brings back.
+    mode = torch._C._InferenceMode(any(one.inference for one in prepared))
+    leave: Step = partial(mode.__exit__, None, None, None)
+    steps: list[Step] = [
+        *_calls(prepared),
+        partial(mode.__enter__),
+        partial(undo.append, leave),
+        partial(torch._C._set_grad_enabled, False),
+        *(partial(_try, r.name, r.do) for r in risky),
+        partial(setattr, last, "ruined", True),  # nothing below can fail, but a device may
+        *_without_modes(chain.from_iterable(one.steps for one in prepared), undo),
+        *(() if then is None else (then,)),
+        partial(setattr, last, "ruined", False),
+        leave,
+        partial(list.clear, undo),
+        partial(list.clear, risky),
+    ]
     run: Step = partial(deque, map(partial.__call__, steps), 0)
     restore: Step = partial(deque, map(partial.__call__, undo), 0)
     try:
         run()
-    finally:  # after success there is nothing left in `undo` and `risky`
+    finally:
         restore()
         if risky:
-            _mend(risky, prepared[-1])
+            _mend(risky, last)
 
 
-def _sheltered(steps: Any, *, inference: bool) -> list[Step]:
-    """The steps without autograd, and out of reach of torch's function modes (``set_default_device`` is one): Python code."""
+def _without_modes(steps: Iterable[Step], undo: list[Step] | None = None) -> list[Step]:
+    """The steps out of reach of torch's function modes (``torch.set_default_device`` is one), which are Python code."""
     import torch
 
-    shelter, recording = torch._C.DisableTorchFunction(), torch.is_grad_enabled()
-    entered: list[Step] = [partial(shelter.__enter__), partial(torch._C._set_grad_enabled, False)]
-    left: list[Step] = [partial(torch._C._set_grad_enabled, recording), partial(shelter.__exit__, None, None, None)]
-    if inference:
-        mode = torch._C._InferenceMode(True)
-        entered.append(partial(mode.__enter__))
-        left.insert(0, partial(mode.__exit__, None, None, None))
-    return [*entered, *steps, *left]
+    guard = torch._C.DisableTorchFunction()
+    leave: Step = partial(guard.__exit__, None, None, None)
+    return [partial(guard.__enter__), *([] if undo is None else [partial(undo.append, leave)]), *steps, leave]
 
 
 def _calls(prepared: Sequence[Prepared]) -> list[Step]:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.errors import PreflightError
-from weightwire.weights.dtypes import needs_bit_copy, torch_dtype
-from weightwire.weights.layout import Entry, Layout, dense_strides, extent
+from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
+from weightwire.weights.layout import Entry, Layout, dense_strides, extent, view
 from weightwire.weights.slots import ARRAY, PLAIN, Slot, bits, overlaps_itself, put, same_bits
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class Route(NamedTuple):
 class Fit:
     """The routes of a payload's entries into a target.
 
-    The views at ``copied`` end in the tensors ``into``, all in one fused copy; those at ``swapped`` become the memory of
-    the leaves ``moving``; ``places`` put another array into a mapping; ``odd`` ones go through code of the user's. ``ties``
-    check, or move together, what shares memory.
+    The views at ``copied`` end in the tensors ``into``, all in one fused copy; those at ``swapped`` become the memory
+    of the leaves ``moving``; ``places`` put another array into a mapping; ``odd`` ones go one by one, through code of
+    the user's. ``ties`` check, or move together, what shares memory.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Fit:
         *,
         tensors: int,
         nbytes: int,
+        inference: bool,
         streams: Sequence[torch.device],
     ) -> None:
         copies, swaps, self.places, self.odd = (ways[way] for way in (COPY, SWAP, PLACE, CODE))
@@ -53,7 +54,7 @@ class Fit:
         self.tensors = tensors
         self.nbytes = nbytes
         self.streams = streams  # devices that the payload's memory is read on
-        self.inference = any(tensor.is_inference() for tensor in into)
+        self.inference = inference  # whether inference tensors are written to
         self.copied = [route.view for route in copies]
         self.swapped = [route.view for route in swaps]
         self.moving = [route.leaf for route in swaps]
@@ -77,8 +78,8 @@ def make_fit(
 ) -> Fit:
     """Work out the fit of ``pairs`` (entry, leaf), which :func:`~weightwire.weights.names.match` has found to agree.
 
-    ``views`` show dtypes and devices; they are not kept. ``private(slot)``: whether a slot may not point at the payload's own
-    memory although ``alias`` asks for that.
+    ``views`` show dtypes and devices; they are not kept. ``private(slot)``: whether a slot may not point at the
+    payload's own memory although ``alias`` asks for that.
     """
     fitter = _Fitter(layout.entries, pairs, slots, views, alias=alias, private=private)
     fitter.settle_ties()
@@ -89,8 +90,17 @@ def make_fit(
         ways[way].append(route)
     into = [_into(slots[route.leaf]) for route in ways[COPY]]
     nbytes = sum(layout.sizes[block] for block in {layout.entries[entry].block for entry, _ in pairs})
-    streams = list({view.device for view in views if view.is_cuda})
-    return Fit(ways, into, fitter.ties, tensors=len(pairs), nbytes=nbytes, streams=streams)
+    streams = list({view.device for view in views if view.device.type != "cpu"})
+    written = [*into, *(slots[route.leaf].value for route in ways[CODE])]
+    return Fit(
+        ways,
+        into,
+        fitter.ties,
+        tensors=len(pairs),
+        nbytes=nbytes,
+        inference=any(tensor.is_inference() for tensor in written),
+        streams=streams,
+    )
 
 
 def _into(slot: Slot) -> Tensor:
@@ -134,7 +144,9 @@ class _Fitter:
             )
             if not moves:
                 self._keep_in_place(matched)
-                if not alike:
+                if alike:
+                    self._copy_once(matched)
+                else:
                     self._tie(group, replace=False)
             elif alike and self._move_alike(group, matched):
                 continue
@@ -150,6 +162,16 @@ class _Fitter:
             if way in (SWAP, PLACE):
                 way, adapt = _way(self.slots[leaf], self.views[route.view], alias=False, private=False)
                 self.routes[leaf] = (way, route._replace(adapt=adapt))
+
+    def _copy_once(self, leaves: Sequence[int]) -> None:
+        """Leave out what lies within another one that is copied anyway."""
+        spans = [span for leaf in leaves if (span := _span(leaf, self.slots[leaf])) and self.routes[leaf][0] == COPY]
+        kept: list[_Span] = []
+        for span in sorted(spans, key=lambda span: span.start - span.stop):
+            if any(other.start <= span.start and span.stop <= other.stop for other in kept):
+                del self.routes[span.leaf]
+            elif self.slots[span.leaf].value.nbytes == span.stop - span.start:  # without gaps
+                kept.append(span)
 
     def _move_alike(self, group: Sequence[int], matched: Sequence[int]) -> bool:
         """Point all at the payload's memory, which is shared in the same way; false where that is not possible."""
@@ -190,7 +212,7 @@ class _Fitter:
         self.ties.append(Tie(tuple(members), raws[0][1].device, replace))
 
     def drop_followers(self) -> None:
-        """Leave out tensors that overlap themselves (expanded views, say) and lie within one that is copied: they follow."""
+        """Leave out tensors that overlap themselves (expanded views, say) within one that is copied: they follow it."""
         spans = [(leaf, _span(leaf, self.slots[leaf])) for leaf, (way, _) in self.routes.items() if way == COPY]
         for leaf in [leaf for leaf, (way, _) in self.routes.items() if way in (SWAP, PLACE)]:
             raw = self.slots[leaf].raw
@@ -206,7 +228,7 @@ class _Fitter:
                 del self.routes[leaf]
 
     def keep_apart(self) -> None:
-        """Give copies to tensors that would be tied by pointing at the payload's memory, and are not tied in the target.
+        """Give copies to tensors that pointing at the payload's memory would tie, and that are not tied in the target.
 
         Else a later payload without the tie would find two tensors with one memory and different values.
         """
@@ -241,7 +263,7 @@ def _replaceable(slot: Slot) -> bool:
     """Whether the slot can be given other memory."""
     if slot.kind == ARRAY:
         return isinstance(slot.place[0], MutableMapping)
-    return slot.kind == PLAIN and slot.raw is not None and not (slot.raw.is_conj() or slot.raw.is_neg())
+    return slot.kind == PLAIN
 
 
 def _converted(view: Tensor, *, dtype: torch.dtype, device: torch.device, flips: tuple[int, ...] = ()) -> Tensor:
@@ -280,12 +302,14 @@ def _span(leaf: int, slot: Slot) -> _Span | None:
     raw = slot.raw
     if raw is None or not raw.numel() or overlaps_itself(raw) or raw.data_ptr() % raw.element_size():
         return None
+    if raw.is_conj() or raw.is_neg():  # of other values than what it shares memory with
+        return None
     start = raw.data_ptr()
     return _Span(str(raw.device), start, start + extent(raw.shape, raw.stride()) * raw.element_size(), leaf)
 
 
 def _sharing(slots: Mapping[int, Slot]) -> Iterator[list[int]]:
-    """Leaves whose memory overlaps, in groups. Those that overlap themselves are left out: they are no place to write to."""
+    """Leaves whose memory overlaps, in groups, without those that overlap themselves: they are no place to write to."""
     group: list[int] = []
     device, stop = "", 0
     for span in sorted(span for span in (_span(leaf, slot) for leaf, slot in slots.items()) if span is not None):
@@ -301,7 +325,7 @@ def _sharing(slots: Mapping[int, Slot]) -> Iterator[list[int]]:
 
 
 class Member(NamedTuple):
-    """A tensor within memory that several of a target's tensors share. ``view`` is ``None`` where the payload lacks it."""
+    """A tensor within memory that several of a target's share. ``view`` is ``None`` where the payload lacks it."""
 
     name: str
     leaf: int
@@ -319,12 +343,7 @@ class Member(NamedTuple):
 
     def over(self, memory: Tensor) -> Tensor:
         """The member's like, over other memory."""
-        import torch
-
-        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
-        first = self.offset // tensor.element_size()
-        tensor.set_(memory.untyped_storage(), first, self.shape, self.strides)
-        return tensor
+        return view(Entry("", dtype_name(self.dtype), self.shape, 0, self.offset, self.strides), memory)
 
     def value(self, views: Sequence[Tensor], device: torch.device) -> Tensor | None:
         """What the payload brings for it, in its dtype."""
@@ -341,7 +360,7 @@ class Tie(NamedTuple):
     replace: bool  # whether they are to move to memory of their own, or only the values are to be compared
 
     def solve(self, views: Sequence[Tensor], now: Callable[[int], Tensor]) -> list[tuple[int, Tensor]]:
-        """Leaves and new memory for all members: what the payload brings, else ``now(leaf)``; nothing unless ``replace``.
+        """Leaves and new memory for all members, with what the payload brings, else ``now(leaf)``; if ``replace``.
 
         Raises :class:`~weightwire.PreflightError` where the payload's values contradict each other.
         """
@@ -368,7 +387,7 @@ class Tie(NamedTuple):
             if m is not member and m.view is not None and m.offset < member.stop and member.offset < m.stop
         )
         error = PreflightError(
-            f"{member.name!r} and {other.name!r} share memory in the target, but the payload has different values for them"
+            f"{member.name!r} and {other.name!r} share memory in the target, but have different values in the payload"
         )
         error.tensor = member.name  # type: ignore[attr-defined]
         return error

@@ -1,8 +1,8 @@
 """Names: which tensors take part, under which names and dtypes, and whether a payload fits a target.
 
 The order is always select, rename, cast. Patterns are globs on names before renaming, and names are seen without the
-components that wrappers add (:func:`canonical`). Trainer and worker run one function, :func:`match`, over the same facts:
-the trainer with the :class:`Needs` that came with the worker's hello, the worker with those of its own target.
+components that wrappers add (:func:`canonical`). Trainer and worker run one function, :func:`match`, over the same
+facts: the trainer with the :class:`Needs` that came with the worker's hello, the worker with its own target's.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ __all__ = [
 Select = Union[str, Sequence[str], Callable[[str], bool], None]
 """Globs (case matters), of which those with a leading ``!`` exclude; or a predicate; or all."""
 Rename = Union[Mapping[str, str], Callable[[str], str], None]
-"""Exact names, or prefixes where the key ends with ``.`` (``{"actor.": ""}``) or is empty (``{"": "actor."}``); or a function."""
+"""Exact names, or prefixes where the key ends with ``.`` (``{"actor.": ""}``) or is empty (``{"": "actor."}``); or a
+function."""
 Cast = Union[str, "torch.dtype", Mapping[str, Union[str, "torch.dtype"]], None]
-"""One dtype for all that is floating; or globs with the dtype of what they name; ``"target"``: the one that the target has."""
+"""One dtype for all that is floating; or globs with the dtype of what they name; ``"target"``: what the target has."""
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that torch.compile, FSDP and activation checkpointing put into names; no model of a user's means them."""
@@ -67,7 +68,7 @@ def canonical_all(names: Sequence[str]) -> list[str]:
 
 
 def _without_module(name: str) -> str:
-    """The name, or pattern, without the component that DDP and DataParallel add (users have it too: only tried where names differ)."""
+    """The name, or pattern, without what DDP and DataParallel add; users have it, too: tried where names differ."""
     sign, name = ("!", name[1:]) if name.startswith("!") else ("", name)
     return sign + (".".join(part for part in name.split(".") if part != "module") or name)
 
@@ -231,9 +232,10 @@ def _read_select(select: Select) -> tuple[str, ...] | Callable[[str], bool] | No
 def _read_rename(rename: Rename) -> dict[str, str] | Callable[[str], str] | None:
     if rename is None or callable(rename):
         return rename
-    if not isinstance(rename, Mapping) or not all(isinstance(s, str) for pair in rename.items() for s in pair):
-        raise PreflightError(f"rename={rename!r}: a mapping of str to str, or a function, is wanted")
-    return {canonical(old): canonical(new) for old, new in rename.items()}
+    try:
+        return {canonical(old): canonical(new) for old, new in rename.items()}
+    except (AttributeError, TypeError) as exc:
+        raise PreflightError(f"rename={rename!r}: a mapping of str to str, or a function, is wanted") from exc
 
 
 def _read_cast(cast: Cast) -> str | dict[str, str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -155,14 +154,10 @@ class Payload:
                 tensors[position] = gathered(tensors[position]).to(dtype).resolve_conj().resolve_neg()
         return tensors
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Book the time spent inside under one of :data:`~weightwire.transport.PHASES` instead of ``stage``."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+    def phase(self, name: str) -> _Phase:
+        """``with payload.phase("notify"): ...`` books the time inside under one of :data:`~weightwire.transport.PHASES`
+        instead of ``stage``."""
+        return _Phase(self.seconds, name)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -186,6 +181,20 @@ class Payload:
         if self._cut is None or self._cut[0] != number:
             self._cut = (number, self._plan.blocks[number].flat(self._tensors))
         return self._cut[1]
+
+
+class _Phase:
+    __slots__ = ("begun", "name", "seconds")
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds = seconds
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.begun
 
 
 class _Hash:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weightwire.weights.dtypes import DTYPES, dtype_name, needs_bit_copy
+from weightwire.weights.layout import Entry, extent, view
 from weightwire.weights.walk import is_dtensor
 
 if TYPE_CHECKING:
@@ -24,22 +24,25 @@ __all__ = [
     "bits",
     "is_plain",
     "make_slot",
+    "normal",
     "overlaps_itself",
     "put",
-    "quiet",
+    "quietly",
     "raw_of",
     "same_bits",
 ]
 
+T = TypeVar("T")
+
 PLAIN, ARRAY, ODD, EXTRA = "plain", "array", "odd", "extra"
-"""Kinds of slots: a tensor, a NumPy array, a tensor whose class runs Python code, a module's extra state."""
+"""Kinds of slots: a tensor, a NumPy array, a tensor that has to be written by itself, a module's extra state."""
 
 
 class Slot(NamedTuple):
     """One place of a target.
 
-    ``raw`` is a plain tensor over the slot's memory, without autograd; ``None`` where there is no such thing. ``flips`` are
-    the dimensions along which it runs backwards against the array.
+    ``raw`` is a plain tensor over the slot's memory, without autograd; ``None`` where there is no such thing. ``flips``
+    are the dimensions along which it runs backwards against the array.
     """
 
     name: str
@@ -68,8 +71,8 @@ def make_slot(name: str, leaf: Any, place: tuple[Any, Any], *, replace: bool) ->
     import torch
 
     if isinstance(leaf, torch.Tensor):
-        fault = _fault(leaf)
-        return fault or Slot(name, PLAIN if is_plain(type(leaf)) else ODD, leaf, place, leaf, raw_of(leaf))
+        plain = is_plain(type(leaf)) and not (leaf.is_conj() or leaf.is_neg())
+        return _fault(leaf) or Slot(name, PLAIN if plain else ODD, leaf, place, leaf, raw_of(leaf))
     if isinstance(leaf, np.ndarray):
         return _array_slot(name, leaf, place, replace=replace and isinstance(place[0], MutableMapping))
     if getattr(leaf, "__name__", "") == "get_extra_state" and callable(leaf):
@@ -174,13 +177,31 @@ def put(into: Tensor, value: Tensor) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype, shape and device hold the same bits: zeros of either sign and NaNs told apart."""
+    """Whether two tensors of one dtype, shape and device hold the same bits, signs of zeros and NaNs included."""
     import torch
 
     if needs_bit_copy(one.dtype):
         one, other = bits(one), bits(other)
-    flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*flat)
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    import torch
+
+    dense = tensor.contiguous()  # which may still have any stride along a dimension of one element
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def normal(tensor: Tensor) -> Tensor:
+    """The same memory, seen by a tensor that takes part in autograd although it was made in inference mode."""
+    import torch
+
+    if not tensor.is_inference():
+        return tensor
+    size, shape, strides = tensor.element_size(), tuple(tensor.shape), tensor.stride()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    memory.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (extent(shape, strides) * size,), (1,))
+    return view(Entry("", dtype_name(tensor.dtype), shape, 0, 0, strides), memory)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -193,16 +214,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def quiet() -> ExitStack:
-    """A context in which tensors are made plainly: no autograd, no inference tensors, no default device of the user's."""
+def quietly(function: Callable[[], T]) -> T:
+    """Call a function that makes tensors: no autograd, no inference tensors, no default device of the user's.
+
+    The modes are entered and left in C, so that Ctrl-C cannot leave one of them on.
+    """
     import torch
 
-    stack = ExitStack()
-    contexts: tuple[Callable[[], Any], ...] = (
-        lambda: torch.inference_mode(False),
-        torch.no_grad,
-        torch._C.DisableTorchFunction,
-    )
-    for context in contexts:
-        stack.enter_context(context())
-    return stack
+    with torch._C._InferenceMode(False), torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(False)  # leaving the inference mode brings the old one back
+        return function()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError, WireError
 from weightwire.weights.dtypes import DTYPES, dtype_name
+from weightwire.weights.layout import extent
 from weightwire.weights.names import SHOWN, NameMap
 from weightwire.weights.plan import Plan, make_plan
-from weightwire.weights.walk import Signature, is_dtensor, is_state, names_of, signature, unchanged, walk
+from weightwire.weights.walk import Signature, Trail, is_dtensor, is_state, names_of, signature, unchanged, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +42,7 @@ class Source:
 
     def __init__(self, weights: Any = None, *, select: Select = None, rename: Rename = None, cast: Cast = None) -> None:
         self._weights = weights
+        self._trail = Trail(weights)
         self._map = NameMap(select, rename, cast)
         self._known: list[_Known] = []  # newest first
 
@@ -50,11 +53,12 @@ class Source:
         """
         import torch
 
-        if weights is None:
+        mine = weights is None
+        if mine:
             weights = self._weights
         if callable(weights) and not is_state(weights):
-            weights = weights()
-        trace, leaves = walk(weights)
+            mine, weights = False, weights()
+        trace, leaves = self._trail.walk() if mine else walk(weights)
         for known in self._known:
             tensors = known.look(trace, leaves)
             if tensors is not None:
@@ -106,7 +110,7 @@ class _Known:
 
     def look(self, trace: list[Any], leaves: list[Any]) -> list[Tensor] | None:
         """The tensors, where this plan is good for them."""
-        if trace != self.trace or list(map(type, leaves)) != self._types:
+        if (trace is not self.trace and trace != self.trace) or list(map(type, leaves)) != self._types:
             return None
         tensors = leaves if self._positions is None else [leaves[position] for position in self._positions]
         if self._odd:
@@ -116,10 +120,29 @@ class _Known:
                 if isinstance(found, str):  # what is wrong with it; whoever builds anew can name it
                     return None
                 tensors[n] = found
-        same = unchanged(self._signature, self._local(tensors)) and (
-            _bits(tensors, self.plan.tied) == self._bits and _specs(tensors, self._sharded) == self._specs
-        )
+        local = self._local(tensors)
+        if not unchanged(self._signature, local) and not self._moved(local):
+            return None
+        same = _bits(tensors, self.plan.tied) == self._bits and _specs(tensors, self._sharded) == self._specs
         return tensors if same else None
+
+    def _moved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors look as they did, and lie apart elsewhere: what a function makes anew for each push."""
+        try:
+            found = signature(tensors)
+        except RuntimeError:
+            return False
+        if self.plan.tied or found[1:] != self._signature[1:] or not all(map(_has_memory, tensors)):
+            return False
+        spans = sorted(
+            (device, address, address + extent(shape, stride) * dtype.itemsize)
+            for address, dtype, shape, stride, device in zip(*found)
+            if 0 not in shape
+        )
+        if any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)):
+            return False
+        self._signature = found
+        return True
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
         if not self._sharded:
@@ -234,11 +257,8 @@ def _fault(tensor: Tensor) -> str:
         return f"of layout {tensor.layout}: x.to_dense() can be sent"
     if is_dtensor(tensor):
         return _sharding_fault(tensor)
-    return (
-        ""
-        if _has_memory(tensor)
-        else f"a {type(tensor).__qualname__} without memory under it (offloaded, or made of others?)"
-    )
+    kind = type(tensor).__qualname__
+    return "" if _has_memory(tensor) else f"a {kind} without memory under it (offloaded, or made of others?)"
 
 
 def _sharding_fault(tensor: Any) -> str:

@@ -13,7 +13,19 @@ from weightwire.weights.commit import Prepared, Risky, Step
 from weightwire.weights.dtypes import needs_bit_copy
 from weightwire.weights.fit import Fit, Route, make_fit
 from weightwire.weights.names import SHOWN, NameMap, Needs, canonical_all, encode_needs, match
-from weightwire.weights.slots import ARRAY, EXTRA, PLAIN, Slot, as_array, bits, make_slot, quiet, raw_of, same_bits
+from weightwire.weights.slots import (
+    ARRAY,
+    EXTRA,
+    PLAIN,
+    Slot,
+    as_array,
+    bits,
+    make_slot,
+    normal,
+    quietly,
+    raw_of,
+    same_bits,
+)
 from weightwire.weights.target import Target
 from weightwire.weights.walk import Signature, Walk, is_state, names_of, signature, walk
 
@@ -41,8 +53,7 @@ class StateTarget(Target):
         self._names = names
         self._alias = alias
         self._coming: _Coming | None = None
-        with quiet():
-            self._seen, _ = _survey(weights, names, alias=alias)
+        self._seen, _ = quietly(partial(_survey, weights, names, alias=alias))
 
     def needs(self) -> bytes:
         return encode_needs(self._seen.needs)
@@ -55,8 +66,7 @@ class StateTarget(Target):
         found = walk(self.weights, places if self._seen.special else None)
         fit = self._seen.fit(header.layout, use) if self._seen.holds(found) else None
         if fit is None:
-            with quiet():
-                fit = self._make_fit(header.layout, use, views)
+            fit = quietly(partial(self._make_fit, header.layout, use, views))
             found = walk(self.weights, places := [])
         coming = self._coming if header.base is not None else None
         if coming is not None and not (coming.stamp == header.base and coming.before is self._seen.look):
@@ -259,21 +269,16 @@ class _Work:
         values = list(map(self.views.__getitem__, fit.copied))
         fresh = list(map(self.views.__getitem__, fit.swapped))
         if fit.special or any(map(tensor.is_inference, fresh)):
-            with quiet():
-                _adapt(values, fit.adapted_copies)
-                _adapt(fresh, fit.adapted_swaps)
-                fresh = [_normal(one) if one.is_inference() else one for one in fresh]
-                self.moved = dict(zip(fit.moving, fresh))
-                self._special()
-        elif fresh:
-            self.moved = dict(zip(fit.moving, fresh))
+            quietly(partial(self._special, values, fresh))
+        self.moved = dict(zip(fit.moving, fresh)) | self.moved
         if values:
             self.steps.append(partial(torch._foreach_copy_, fit.into, values))
         old: list[Any] = [self.leaves[leaf] for leaf in self.replaced]
         if self.moved:
+            setter = tensor.data.__set__  # type: ignore[attr-defined]
             moving = list(map(self.leaves.__getitem__, self.moved))
             old += map(tensor.untyped_storage, moving)
-            self.steps.append(partial(deque, map(tensor.data.__set__, moving, self.moved.values()), 0))  # type: ignore[attr-defined]
+            self.steps.append(partial(deque, map(setter, moving, self.moved.values()), 0))
         if self.moved or self.replaced:
             if fit.strides is None:
                 fit.strides = list(map(tensor.stride, self.moved.values()))
@@ -289,8 +294,11 @@ class _Work:
             streams=fit.streams,
         )
 
-    def _special(self) -> None:
-        """What few targets have: memory that is shared in ways of their own, arrays to replace, code of the user's."""
+    def _special(self, values: list[Tensor], fresh: list[Tensor]) -> None:
+        """What few targets need: casts, other devices, memory shared in ways of their own, arrays, the user's code."""
+        _adapt(values, self.fit.adapted_copies)
+        _adapt(fresh, self.fit.adapted_swaps)
+        fresh[:] = map(normal, fresh)
         for tie in self.fit.ties:
             for leaf, tensor in tie.solve(self.views, self._now):
                 if leaf in self.seen.columns:
@@ -300,24 +308,30 @@ class _Work:
         for route in self.fit.places:
             with _naming(route):
                 value = self.views[route.view]
-                self._place(
-                    route.leaf, route.adapt(value) if route.adapt else value, writable=self.writable or route.adapt
-                )
+                if route.adapt:
+                    self._place(route.leaf, route.adapt(value), writable=True)
+                else:
+                    self._place(route.leaf, value.detach(), writable=self.writable)
         for route in self.fit.odd:
             with _naming(route):
                 self.risky.append(self._odd(route))
 
     def _now(self, leaf: int) -> Tensor:
         """The values of a leaf as they will be when this payload is committed."""
-        slot = make_slot("", self.leaves[leaf], self.places[leaf], replace=True)
-        assert isinstance(slot, Slot)
-        assert slot.raw is not None
-        return self.coming.get(leaf, slot.raw)
+        if leaf in self.coming:
+            return self.coming[leaf]
+        if leaf in self.seen.columns:
+            raw = raw_of(self.leaves[leaf])
+        else:
+            slot = make_slot("", self.leaves[leaf], self.places[leaf], replace=True)
+            raw = slot.raw if isinstance(slot, Slot) else None
+        assert raw is not None
+        return raw
 
-    def _place(self, leaf: int, tensor: Tensor, *, writable: object) -> None:
+    def _place(self, leaf: int, tensor: Tensor, *, writable: bool) -> None:
         container, key = self.places[leaf]
         old = self.leaves[leaf]
-        new = self.replaced[leaf] = as_array(tensor, old, writable=bool(writable))
+        new = self.replaced[leaf] = as_array(tensor, old, writable=writable)
         setter = type(container).__setitem__
         if setter is dict.__setitem__ or setter is OrderedDict.__setitem__:
             self.steps.append(partial(setter, container, key, new))
@@ -335,11 +349,9 @@ class _Work:
             old = old.detach().clone()
             return Risky(route.name, partial(module.set_extra_state, value), mend=partial(_restate, module, old))
         raw = raw_of(leaf)
-        do = partial(_write, leaf, value)
-        if raw is None:
-            with torch._C._EnableTorchFunction():
-                old = leaf.detach().clone()
-            return Risky(route.name, do, mend=partial(_write, leaf, old))
+        do = partial(leaf.copy_, value)
+        if raw is None:  # it has no memory of its own that could be copied
+            return Risky(route.name, do, mend=partial(_rewrite, leaf, leaf.detach().clone()))
         raw = bits(raw) if needs_bit_copy(raw.dtype) else raw
         return Risky(route.name, do, restore=partial(torch.Tensor.copy_, raw, raw.clone()))
 
@@ -362,23 +374,14 @@ def _naming(route: Route) -> Iterator[None]:
         raise
 
 
-def _normal(view: Tensor) -> Tensor:
-    """The same memory, seen by a tensor that can be trained although the view was made in inference mode."""
-    import torch
-
-    tensor = torch.empty(0, dtype=view.dtype, device=view.device)
-    tensor.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-    return tensor
-
-
 # -- steps that run code of the user's -------------------------------------------------------------------------------
 
 
-def _write(leaf: Tensor, value: Tensor) -> None:
+def _rewrite(leaf: Tensor, old: Tensor) -> None:
     import torch
 
-    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
-        leaf.copy_(value)
+    with torch.no_grad():
+        leaf.copy_(old)
 
 
 def _restate(module: Module, old: Tensor) -> None:

@@ -1,6 +1,6 @@
 """From a delivered payload to the worker's own object: a Module, TensorDict, mapping, callable, or a mapping made here.
 
-``prepare`` does all that can fail and touches nothing; what it returns goes to :func:`~weightwire.weights.commit.commit`.
+``prepare`` does all that can fail and touches nothing. What it returns is for :func:`weightwire.weights.commit.commit`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weightwire.weights.commit import Prepared, Step
 from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
 from weightwire.weights.layout import view
 from weightwire.weights.names import NameMap, Needs, match
-from weightwire.weights.slots import bits, overlaps_itself, put, quiet, same_bits
+from weightwire.weights.slots import bits, normal, overlaps_itself, put, quietly, same_bits
 from weightwire.weights.walk import Signature, is_state, signature, unchanged
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Target(ABC):
     weights: Any
     """The object that is updated: the user's, or a mapping of the target's own."""
     keeps_views: bool = False
-    """Whether the views given to :meth:`prepare` may live on after the commit in hands that the target does not know."""
+    """Whether views given to :meth:`prepare` may live on after the commit in hands that the target does not know."""
 
     @abstractmethod
     def needs(self) -> bytes:
@@ -95,7 +95,7 @@ class _Taken:
         made: dict[tuple[object, ...], Tensor] = {}
         tensors = {}
         for name, position, entry, dtype in zip(self.names, self.positions, self.entries, self.dtypes):
-            tensor = views[position]
+            tensor = normal(views[position].detach())
             if dtype != entry.dtype:
                 key = (entry.block, entry.offset, entry.shape, entry.strides, entry.dtype, dtype)
                 tensor = made.setdefault(key, tensor.to(torch_dtype(dtype)))
@@ -117,8 +117,7 @@ class CallableTarget(Target):
 
     def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
         taken = _Taken(header.layout, self._names)
-        with quiet():
-            tensors = taken.cast(views)
+        tensors = quietly(partial(taken.cast, views))
         return Prepared(tensors=len(tensors), nbytes=taken.nbytes, call=(self.weights, tensors))
 
 
@@ -160,24 +159,22 @@ class OwnedTarget(Target):
 
     def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
         taken = _Taken(header.layout, self._names)
-        with quiet():
-            if header.base is None:
-                tensors, steps = self._whole(header, taken, views)
-                self._full = (header.stamp, tensors)
-            else:
-                tensors, steps = self._part(header, taken, views)
+        find = self._whole if header.base is None else self._part
+        tensors, steps = quietly(partial(find, header, taken, views))
         steps.append(partial(setattr, self.weights, "_tensors", tensors))
         return Prepared(tensors=len(taken.names), nbytes=taken.nbytes, steps=steps, keep=self.weights._tensors)
 
     def _whole(self, header: Header, taken: _Taken, views: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Step]]:
+        made, steps = self._made, []
         if self._alias:
-            return taken.cast(views), []
-        made = self._made
-        if made is not None and made[0] is header.layout and unchanged(made[1], list(made[2].values())):
-            return made[2], [_copy(made[2], taken, views)]
-        tensors = _own(header.layout, taken, views)
-        self._made = (header.layout, signature(list(tensors.values())), tensors)
-        return tensors, []
+            tensors = taken.cast(views)
+        elif made is not None and made[0] is header.layout and unchanged(made[1], list(made[2].values())):
+            tensors, steps = made[2], [_copy(made[2], taken, views)]
+        else:
+            tensors = _own(header.layout, taken, views)
+            self._made = (header.layout, signature(list(tensors.values())), tensors)
+        self._full = (header.stamp, tensors)
+        return tensors, steps
 
     def _part(self, header: Header, taken: _Taken, views: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Step]]:
         known = self.weights._tensors

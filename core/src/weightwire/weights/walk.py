@@ -8,7 +8,9 @@ lie and how they look. Neither a trace nor a signature keeps a tensor alive.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError
@@ -18,7 +20,18 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-__all__ = ["Signature", "Walk", "is_dtensor", "is_state", "leaves", "names_of", "signature", "unchanged", "walk"]
+__all__ = [
+    "Signature",
+    "Trail",
+    "Walk",
+    "is_dtensor",
+    "is_state",
+    "leaves",
+    "names_of",
+    "signature",
+    "unchanged",
+    "walk",
+]
 
 OPEN, CLOSE = object(), object()  # in a trace: OPEN, key (None: the level adds nothing to names), ..., CLOSE
 
@@ -95,6 +108,91 @@ def is_dtensor(value: Any) -> bool:
     """Whether a value is a DTensor, found out without importing what it comes from."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+class Trail:
+    """Walks one state again and again, much faster while no Module in it has gained, lost or renamed anything.
+
+    A walk that finds its way as before gives the *same* trace object. Only for a state that its user holds anyway: the
+    Modules under it are kept.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._tree: _Tree | None = None
+
+    def walk(self) -> Walk:
+        """What :func:`walk` gives: the leaves as they are now."""
+        leaves = self._tree.leaves() if self._tree is not None else None
+        if self._tree is not None and leaves is not None:
+            return Walk(self._tree.trace, leaves)
+        found = walk(self._state)
+        self._tree = _Tree.of(self._state, found.trace) if len(found.trace) >= _WORTHWHILE else None
+        return found
+
+
+class _Tree:
+    """The Modules under one, and how their dictionaries looked. Looking again is a few calls into C for all of them."""
+
+    def __init__(self, root: Module, trace: list[Any]) -> None:
+        self.trace = trace
+        self._modules = list(_unfolded(root))
+        self._parameters = list(map(_PARAMETERS, self._modules))
+        self._owners = [owner for module in self._modules for owner in (module._parameters, module._buffers)]
+        self._children = [module._modules for module in self._modules]
+        self._hidden = [module._non_persistent_buffers_set for module in self._modules if module._buffers]
+        self._facts = self._look()
+        taken = [
+            value is not None and not (owner is module._buffers and key in module._non_persistent_buffers_set)
+            for module in self._modules
+            for owner in (module._parameters, module._buffers)
+            for key, value in owner.items()
+        ]
+        self._empty = [value is None for value in self._values()]
+        self._taken = None if all(taken) else taken
+
+    @classmethod
+    def of(cls, state: Any, trace: list[Any]) -> _Tree | None:
+        """``None`` for what is no tree of Modules with nothing but tensors: that is walked in full each time."""
+        import torch
+
+        return cls(state, trace) if isinstance(state, torch.nn.Module) and "_extra_state" not in trace else None
+
+    def leaves(self) -> list[Any] | None:
+        """The leaves as they are now, or ``None`` where anything but the leaves themselves is not as it was."""
+        if list(map(_PARAMETERS, self._modules)) != self._parameters or self._look() != self._facts:
+            return None
+        values = self._values()
+        if self._taken is None:
+            return None if type(None) in map(type, values) else values
+        if [value is None for value in values] != self._empty:
+            return None
+        return list(compress(values, self._taken))
+
+    def _values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._owners)))
+
+    def _look(self) -> tuple[list[int], list[int], list[str], list[str], list[int], list[set[str]]]:
+        return (
+            list(map(len, self._owners)),
+            list(map(len, self._children)),
+            list(chain.from_iterable(self._owners)),
+            list(chain.from_iterable(self._children)),
+            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
+            list(map(set, self._hidden)),
+        )
+
+
+_WORTHWHILE = 300
+"""Tokens in a trace from which on a trail is faster than a walk."""
+_PARAMETERS = attrgetter("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
+
+
+def _unfolded(module: Module) -> Iterator[Module]:
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _unfolded(child)
 
 
 class _Walker:

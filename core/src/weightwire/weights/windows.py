@@ -50,18 +50,17 @@ class Windows:
     def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
         self._layout = layout
         self._blocks = blocks
-        self._kept: dict[int, tuple[weakref.ref[Tensor], dict[tuple[int, int, int], Window]]] = {}
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, int], Window]]] = {}
 
     def of(self, out: Tensor, start: int, stop: int) -> Window:
         """The window for bytes ``start`` to ``stop`` in ``out``, a flat uint8 tensor."""
-        key, all_kept = id(out), self._kept
+        key, address, all_kept = id(out), out.data_ptr(), self._kept
         kept = all_kept.get(key)
-        if kept is None or kept[0]() is not out:
-            kept = all_kept[key] = (weakref.ref(out, lambda _: all_kept.pop(key, None)), {})
-        place = (out.data_ptr(), start, stop)
-        window = kept[1].get(place)
+        if kept is None or kept[0]() is not out or kept[1] != address:
+            kept = all_kept[key] = (weakref.ref(out, lambda _: all_kept.pop(key, None)), address, {})
+        window = kept[2].get((start, stop))
         if window is None:
-            window = kept[1][place] = self._make(out, start, stop)
+            window = kept[2][start, stop] = self._make(out, start, stop)
         return window
 
     def _make(self, out: Tensor, start: int, stop: int) -> Window:

@@ -11,9 +11,11 @@ import mmap
 import os
 import struct
 
+from xxhash import xxh3_64_intdigest
+
 from weightwire.errors import StorageFullError, WireError
 
-__all__ = ["PAGE", "Control", "allocate", "check_sealed", "map_shared", "memfd", "pages", "reopen", "seal"]
+__all__ = ["PAGE", "Board", "BoardView", "allocate", "check_sealed", "map_shared", "memfd", "pages", "reopen", "seal"]
 
 PAGE = mmap.PAGESIZE
 
@@ -21,6 +23,7 @@ _ADD_SEALS, _GET_SEALS = 1033, 1034  # fcntl has the names only on some builds
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
 _NOEXEC_SEAL = 0x8  # since Linux 6.3, which warns about (and may forbid) a memfd that could be executed
 _STEP = 32 * 2**20
+_BOARD, _TEXT = 4 * PAGE, 32
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
@@ -105,39 +108,64 @@ def check_sealed(fd: int, nbytes: int) -> None:
         raise WireError(f"a memory of {size} bytes came where a sealed one of {nbytes} was announced")
 
 
-class Control:
-    """One page that the trainer writes and all workers read.
+class Board:
+    """What the trainer has to say to one worker, in memory that only the trainer can write: the latest counts.
 
-    Word 0 changes with every announcement, word 1 says that the trainer has closed. Words are read and written whole,
-    through a memoryview: ``struct`` would do it byte by byte.
+    A message in a socket would have to be read before the next ones find room; this can be written any number of times
+    while the worker is busy or stopped. Word 0 is a sequence number, odd while the board is being written; word 1 says
+    that the trainer has closed; word 2 is the length of what follows, word 3 its xxh3-64. Words are read and written
+    whole, through a memoryview: ``struct`` would do it byte by byte.
     """
 
     def __init__(self) -> None:
-        fd = memfd("weightwire-control")
-        allocate(fd, PAGE)
-        self._words = memoryview(map_shared(fd, PAGE)).cast("Q")
+        fd = memfd("weightwire-board")
+        allocate(fd, _BOARD)
+        self._bytes = memoryview(map_shared(fd, _BOARD))
+        self._words = self._bytes.cast("Q")
         self.shared = seal(fd)
 
-    def bump(self) -> None:
-        """There is something to be seen."""
-        self._words[0] += 1
+    def write(self, data: bytes) -> None:
+        """Put up something new. May be broken off anywhere and done again."""
+        words = self._words
+        words[0] |= 1
+        words[2], words[3] = len(data), xxh3_64_intdigest(data)
+        self._bytes[_TEXT : _TEXT + len(data)] = data
+        words[0] += 1
 
     def say_closed(self) -> None:
         """No more will come."""
         self._words[1] = 1
+        self._words[0] += 2
 
     def close(self) -> None:
-        """Let go of the page; workers keep it as long as they like. Idempotent."""
-        self._words = memoryview(bytearray(16)).cast("Q")
+        """Let go of it; the worker keeps it as long as it likes. Idempotent."""
+        self._bytes = memoryview(bytearray(_BOARD))
+        self._words = self._bytes.cast("Q")
         fd, self.shared = self.shared, -1
         if fd >= 0:
             os.close(fd)
 
-    @staticmethod
-    def view(fd: int) -> memoryview:
-        """A worker's view of the words."""
-        check_sealed(fd, PAGE)
-        return memoryview(mmap.mmap(fd, PAGE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)).cast("Q")
+
+class BoardView:
+    """A worker's view of its board."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises :class:`~weightwire.WireError` where this is no board."""
+        check_sealed(fd, _BOARD)
+        self._bytes = memoryview(mmap.mmap(fd, _BOARD, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        self.words = self._bytes.cast("Q")
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.words[1])
+
+    def read(self) -> tuple[int, bytes | None]:
+        """The sequence number, and what is on the board: ``None`` where it is being written just now."""
+        words = self.words
+        before, size, check = words[0], words[2], words[3]
+        data = bytes(self._bytes[_TEXT : _TEXT + size])
+        good = not before & 1 and words[0] == before and (not size or xxh3_64_intdigest(data) == check)
+        return before, data if good else None
 
 
 HEADER = struct.Struct("<8sQ16sQQ")

@@ -1,8 +1,11 @@
-"""What the two ends say to each other over their socket, and how messages are cut into packets.
+"""What the two ends say to each other over their socket, and how messages travel.
 
-Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`News`. Worker to trainer: :class:`Hello`, then
-:class:`Report` and :class:`Goodbye`. All are closed msgspec types; nothing is unpickled. The socket is a Unix
-``SOCK_SEQPACKET`` one: each packet carries a serial number, a "more" flag and a piece of a message.
+Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory` and :class:`Ring`; :class:`News` stand on a
+board in shared memory. Worker to trainer: :class:`Hello`, then :class:`Report` and :class:`Goodbye`. All are closed msgspec types; nothing is unpickled. The socket is a Unix
+``SOCK_SEQPACKET`` one: each packet carries a serial number and a message.
+
+A message that is larger than a packet travels in a memfd that comes with it, so that sending never has to wait for the
+other end to read.
 
 Everything here is safe against an exception (Ctrl-C) between any two steps: a packet is drained from the socket into
 the inbox by one call into C, a message leaves the inbox after it was handled, and a packet that was sent twice is known
@@ -13,9 +16,12 @@ from __future__ import annotations
 
 import array
 import errno
+import fcntl
 import os
 import socket
+import stat
 import struct
+import termios
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,18 +32,23 @@ import msgspec
 
 from weightwire.errors import WireError
 from weightwire.transport import Version
+from weightwire_ipc.memory import memfd
 
 __all__ = [
     "PROTOCOL",
     "Channel",
     "Goodbye",
     "Hello",
+    "Memory",
     "Message",
     "News",
     "Reject",
     "Report",
+    "Ring",
     "SlotInfo",
     "Welcome",
+    "decode_news",
+    "encode_news",
     "peer_of",
 ]
 
@@ -63,7 +74,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Comes with two descriptors: the control page and the file whose bytes are locked as leases."""
+    """Comes with two descriptors: the worker's board, and the file whose bytes are locked as leases."""
 
     epoch: int
     lane: int
@@ -86,28 +97,40 @@ class SlotInfo(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class News(msgspec.Struct, frozen=True, tag=True):
-    """All that a worker has to know; the latest one counts. ``attached``: the slots whose descriptors come along."""
+class News(msgspec.Struct, frozen=True):
+    """All that a worker has to know; stands on its board. ``live``: the slots that there are."""
 
     full: SlotInfo | None
     subset: SlotInfo | None
     live: tuple[int, ...]
-    attached: tuple[int, ...]
 
 
-Message = Union[Hello, Report, Goodbye, Welcome, Reject, News]
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """Slots that are new to the worker: number, start, size (bytes). Their descriptors come along."""
+
+    slots: tuple[tuple[int, int, int], ...]
+
+
+class Ring(msgspec.Struct, frozen=True, tag=True):
+    """Wakes a worker that waits: there is something on its board."""
+
+
+Message = Union[Hello, Report, Goodbye, Welcome, Reject, Memory, Ring]
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_NEWS = msgspec.msgpack.Decoder(News)
+_ZERO = bytes(4)
 
-CHUNK = 32 * 1024
+PACKET = 2048
+"""Bytes of a message that still travels in the packet itself."""
 LIMIT = 40 * 2**20
 """Bytes of one message: a little more than the largest event that :mod:`weightwire.wire` takes."""
 BURST = 64
 """Packets taken from a socket in one go, so that nobody who talks all the time keeps the others waiting."""
 MAX_FDS = 16
 
-_PREFIX = struct.Struct("<I?")  # serial, more
+_PREFIX = struct.Struct("<I?")  # serial; whether the message is in the last descriptor
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _END: tuple[Any, ...] = (b"", [], socket.MSG_CMSG_CLOEXEC, None)
 _BROKEN = socket.MSG_TRUNC | socket.MSG_CTRUNC
@@ -126,7 +149,7 @@ class _Packet(NamedTuple):
         return int(_PREFIX.unpack_from(self.data)[0])
 
     @property
-    def more(self) -> bool:
+    def outside(self) -> bool:
         return bool(_PREFIX.unpack_from(self.data)[1])
 
     def fds(self) -> list[int]:
@@ -137,6 +160,22 @@ class _Packet(NamedTuple):
         return list(numbers)
 
 
+class _Parcel(NamedTuple):
+    """A packet to be sent, with descriptors that stay the caller's and perhaps one of our own."""
+
+    data: bytes
+    fds: Sequence[int]
+    outside: int
+
+    def rights(self) -> list[tuple[int, int, array.array[int]]]:
+        fds = [*self.fds, self.outside] if self.outside >= 0 else self.fds
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+
+    def close(self) -> None:
+        if self.outside >= 0:
+            os.close(self.outside)
+
+
 class Channel:
     """Messages over one connected socket, never blocking."""
 
@@ -145,9 +184,9 @@ class Channel:
         self._sock = sock
         self._serial = 0  # of the last packet queued
         self._done = 0  # serial of the last packet handled
-        self._out: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._out: deque[_Parcel] = deque()
         self._inbox: list[Any] = []
-        self._receive = partial(sock.recvmsg, CHUNK + _PREFIX.size, socket.CMSG_SPACE(MAX_FDS * 4), _FLAGS)
+        self._receive = partial(sock.recvmsg, PACKET + _PREFIX.size, socket.CMSG_SPACE(MAX_FDS * 4), _FLAGS)
         self.ended = False
         """Whether the other end is gone; what it said before can still be read."""
 
@@ -162,47 +201,49 @@ class Channel:
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message and send as much as the socket takes. Errors of a dead connection show when reading."""
         data = _ENCODER.encode(message)
-        if len(data) <= CHUNK:
-            self._queue(data, False, fds)
-        else:
-            for start in range(0, len(data), CHUNK):
-                self._queue(data[start : start + CHUNK], start + CHUNK < len(data), () if start else fds)
+        outside = _in_memfd(data) if len(data) > PACKET else -1
+        self._serial += 1
+        prefix = _PREFIX.pack(self._serial, outside >= 0)
+        self._out.append(_Parcel(prefix + (b"" if outside >= 0 else data), fds, outside))
         self.flush()
 
     def try_send(self, message: Message, fds: Sequence[int] = ()) -> bool:
-        """Send a small message now or not at all, where nothing is queued before it; whether it is gone."""
+        """Send a message now or not at all, where nothing is queued before it; whether it is gone."""
         if self._out:
             return False
         self.send(message, fds)
         gone = not self._out
-        self._out.clear()
+        self._discard()
         return gone
+
+    @property
+    def unread(self) -> bool:
+        """Whether something that was sent has not been read yet."""
+        return bool(fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, _ZERO) != _ZERO)
 
     def widen(self, nbytes: int) -> None:
         """Let so many bytes wait for the other end to read them."""
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
-    def _queue(self, piece: bytes, more: bool, fds: Sequence[int]) -> None:
-        self._serial += 1
-        self._out.append((_PREFIX.pack(self._serial, more) + piece, fds))
-
     def flush(self) -> bool:
         """Send what is queued, as far as the socket takes it; whether nothing is left."""
         while self._out:
-            data, fds = self._out[0]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            parcel = self._out[0]
             try:
-                self._sock.sendmsg([data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._sock.sendmsg([parcel.data], parcel.rights(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             except OSError as exc:
                 if exc.errno == errno.ETOOMANYREFS:  # more descriptors under way than this user may have; later
                     return False
-                self._out.clear()
+                self._discard()
                 return True
-            if self._out:
-                self._out.popleft()
+            self._out.popleft().close()
         return True
+
+    def _discard(self) -> None:
+        while self._out:
+            self._out.popleft().close()
 
     def drain(self) -> None:
         """Take what the socket has, up to a burst."""
@@ -224,30 +265,24 @@ class Channel:
 
         Raises :class:`~weightwire.WireError`; the connection is then of no more use.
         """
-        while count := self._whole():
-            packets = [_Packet(*raw) for raw in self._inbox[:count]]
-            fresh = {packet.serial: packet for packet in packets if packet.serial > self._done}
-            if fresh:
-                yield _decode(fresh), [fd for packet in fresh.values() for fd in packet.fds()]
-                self._done = packets[-1].serial
-            del self._inbox[:count]
-
-    def _whole(self) -> int:
-        """How many packets in the inbox make up the next message; 0: it is not complete yet."""
-        size = 0
-        for count, raw in enumerate(self._inbox, 1):
-            data, _, flags, _ = raw
-            size += len(data)
-            if len(data) < _PREFIX.size or flags & _BROKEN or size > LIMIT:
-                raise WireError(f"a packet of {len(data)} bytes (message of {size}) is malformed or too large")
-            if not _PREFIX.unpack_from(data)[1]:
-                return count
-        return 0
+        while self._inbox:
+            packet = _Packet(*self._inbox[0])
+            if len(packet.data) < _PREFIX.size or packet.flags & _BROKEN:
+                raise WireError(f"a packet of {len(packet.data)} bytes is malformed")
+            fds = packet.fds()
+            outside = fds.pop() if packet.outside and fds else -1
+            if packet.serial > self._done:
+                data = _from_memfd(outside) if outside >= 0 else packet.data[_PREFIX.size :]
+                yield _decode(data), fds
+                self._done = packet.serial
+            del self._inbox[0]
+            if outside >= 0:
+                os.close(outside)
 
     def close(self) -> None:
         """Close the socket, and descriptors that came with messages nobody has handled."""
         inbox, self._inbox = self._inbox, []
-        self._out.clear()
+        self._discard()
         self._sock.close()
         for raw in inbox:
             for fd in _Packet(*raw).fds():
@@ -258,8 +293,38 @@ class Channel:
         return self._sock.detach()
 
 
-def _decode(packets: dict[int, _Packet]) -> Message:
-    data = b"".join([packet.data[_PREFIX.size :] for packet in packets.values()])
+def _in_memfd(data: bytes) -> int:
+    fd = memfd("weightwire-message")
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(data)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _from_memfd(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    if not stat.S_ISREG(os.fstat(fd).st_mode) or size > LIMIT:
+        raise WireError(f"a message of {size} bytes, at most {LIMIT} are taken")
+    return os.pread(fd, size, 0)
+
+
+def encode_news(news: News) -> bytes:
+    """For the board."""
+    return _ENCODER.encode(news)
+
+
+def decode_news(data: bytes) -> News:
+    """From the board. Raises :class:`~weightwire.WireError`."""
+    try:
+        return _NEWS.decode(data)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
+        raise WireError(f"news of {len(data)} bytes are malformed: {exc}") from exc
+
+
+def _decode(data: bytes) -> Message:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:

@@ -21,18 +21,21 @@ from weightwire.forks import Origin
 from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, choose
 from weightwire_ipc import forks, place
 from weightwire_ipc.leases import Lease, ReadLeases
-from weightwire_ipc.memory import HEADER, MAGIC, PAGE, Control, check_sealed
+from weightwire_ipc.memory import HEADER, MAGIC, PAGE, BoardView, check_sealed
 from weightwire_ipc.protocol import (
     PROTOCOL,
     Channel,
     Goodbye,
     Hello,
+    Memory,
     Message,
     News,
     Reject,
     Report,
+    Ring,
     SlotInfo,
     Welcome,
+    decode_news,
     peer_of,
 )
 
@@ -51,7 +54,7 @@ LOOK = 0.1
 RETRY = 0.05
 """Seconds between attempts to connect."""
 _QUIET = memoryview(bytes(16)).cast("Q")
-"""Stands in for the control page where there is none."""
+"""Stands in for the board where there is none."""
 
 
 class MappedSlot:
@@ -60,15 +63,15 @@ class MappedSlot:
     Two deliveries in ``copy`` mode that come from one slot lie at the same addresses: it is their ``memory``.
     """
 
-    def __init__(self, info: SlotInfo, fd: int) -> None:
+    def __init__(self, number: int, start: int, size: int, fd: int) -> None:
         """Takes ``fd`` over. Raises :class:`~weightwire.WireError` where the memory is not what was announced."""
-        if not 0 < info.start < info.size or info.start % PAGE or info.size % PAGE:
-            raise WireError(f"slot {info.slot} cannot be laid out like this: start {info.start}, size {info.size}")
-        check_sealed(fd, info.size)
+        if not 0 < start < size or start % PAGE or size % PAGE:
+            raise WireError(f"slot {number} cannot be laid out like this: start {start}, size {size}")
+        check_sealed(fd, size)
         self.fd = fd
-        self.number = info.slot
-        self.start, self.size = info.start, info.size
-        self._head = memoryview(mmap.mmap(fd, info.start, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        self.number = number
+        self.start, self.size = start, size
+        self._head = memoryview(mmap.mmap(fd, start, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         self._data: mmap.mmap | None = None
         self._buffer: Tensor | None = None
 
@@ -116,9 +119,9 @@ class Session:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.channel = Channel(sock)
         self.pid = pid
-        self.words = _QUIET
+        self.board: BoardView | None = None
         self.leases: ReadLeases | None = None  # from the welcome on
-        self.news = News(None, None, (), ())
+        self.news = News(None, None, ())
         self.slots: dict[int, MappedSlot] = {}
         self.rejected: Reject | None = None
         self._strays: set[int] = set()
@@ -130,31 +133,34 @@ class Session:
         for message, fds in self.channel.messages():
             self._hear(message, fds)
 
+    def read(self) -> int:
+        """Read the board, after :meth:`pump`: what is written from now on rings again. Its sequence number."""
+        if self.board is None:
+            return -1
+        sequence, data = self.board.read()
+        if data:
+            self.news = decode_news(data)
+            for number in self.slots.keys() - set(self.news.live):
+                self.slots.pop(number).close()
+        return sequence if data is not None else -1
+
     def _hear(self, message: Message, fds: list[int]) -> None:
         """Take one message; harmless when it is taken twice."""
         self._strays.update(fds)
-        if isinstance(message, News) and self.leases is not None:
-            self._take_news(message, fds)
+        if isinstance(message, Memory) and len(fds) == len(message.slots):
+            for (number, start, size), fd in zip(message.slots, fds):
+                if number not in self.slots:
+                    self.slots[number] = MappedSlot(number, start, size, fd)
+        elif isinstance(message, Ring):
+            pass
         elif isinstance(message, Welcome) and len(fds) == 2:
             if self.leases is None:
-                self.words = Control.view(fds[0])
+                self.board = BoardView(fds[0])
                 self.leases = ReadLeases(fds[1], message.lane)
         elif isinstance(message, Reject):
             self.rejected = message
         else:
             raise WireError(f"{type(message).__name__} came out of turn")
-
-    def _take_news(self, news: News, fds: list[int]) -> None:
-        infos = {info.slot: info for info in (news.full, news.subset) if info is not None}
-        if len(fds) != len(news.attached) or not set(news.attached) <= infos.keys():
-            raise WireError("descriptors came that do not belong to the slots announced")
-        for number, fd in zip(news.attached, fds):
-            if number not in self.slots:
-                self.slots[number] = MappedSlot(infos[number], fd)
-                self._strays.discard(fd)
-        self.news = news
-        for number in self.slots.keys() - set(news.live):
-            self.slots.pop(number).close()
         self._close_strays()
 
     def _close_strays(self) -> None:
@@ -194,6 +200,7 @@ class IpcReceiver(Receiver):
         self._over = False
         self.whereabouts = f"'ipc://{location}' was not looked for yet"
         forks.forbid(self)
+        self._connect()  # where the trainer is there already, it shall know of us before the first poll
 
     # -- poll --------------------------------------------------------------------------------------------------------
 
@@ -215,10 +222,10 @@ class IpcReceiver(Receiver):
         session = self._session or self._connect()
         if session is None:
             return None
-        word = session.words[0]  # before the socket: what is announced from here on changes it again
         self._seen = -1
         try:
             session.pump()
+            sequence = session.read()
             delivery = self._offer(session, have)
         except WireError as exc:
             self._context.logger.warning("%s: %s; connecting anew", self._origin.what, exc)
@@ -229,8 +236,8 @@ class IpcReceiver(Receiver):
             return delivery
         if session.rejected is not None or session.channel.ended:
             self._end_of(session)
-        elif self.connected and session.channel.idle:
-            self._words, self._seen, self._look_at = session.words, word, time.monotonic() + LOOK
+        elif session.board is not None and session.channel.idle:
+            self._words, self._seen, self._look_at = session.board.words, sequence, time.monotonic() + LOOK
         return None
 
     def _connect(self) -> Session | None:
@@ -270,8 +277,8 @@ class IpcReceiver(Receiver):
         poll.poll(deadline.remaining * 1000)
 
     def _end_of(self, session: Session) -> None:
-        """The connection is over; the control page says whether that was meant."""
-        closed = bool(session.words[1])
+        """The connection is over; the board says whether that was meant."""
+        closed = session.board is not None and session.board.closed
         rejected = session.rejected
         self._end("the updater has closed" if closed else "the updater there is gone")
         self.closed = closed

@@ -32,18 +32,21 @@ from weightwire.transport import (
 )
 from weightwire_ipc import forks, place
 from weightwire_ipc.leases import WriteLocks
-from weightwire_ipc.memory import Control
+from weightwire_ipc.memory import Board
 from weightwire_ipc.protocol import (
     PROTOCOL,
     Channel,
     Goodbye,
     Hello,
+    Memory,
     Message,
     News,
     Reject,
     Report,
+    Ring,
     SlotInfo,
     Welcome,
+    encode_news,
     peer_of,
 )
 from weightwire_ipc.slots import Need, Slot, choose_slot
@@ -62,8 +65,8 @@ SURPLUS_AGE = 8
 """Versions for which a slot beyond ``slots`` must have been of no use before it is given up."""
 FILL_RATE = 4e9
 """Bytes a second at which new memory is had, about: it is worth waiting that long for old memory instead."""
-QUEUE = 4096
-"""Bytes of socket buffer towards a worker, so that one that does not read holds few old descriptors."""
+QUEUE = 32 * 1024
+"""Bytes of socket buffer towards a worker, so that one that does not read holds few descriptors of old slots."""
 TOUCH = 3600.0
 """Seconds between marks that the lock file is in use."""
 
@@ -75,6 +78,7 @@ class Peer:
         self.channel = channel
         self.lane = lane
         self.pid = pid
+        self.board = Board()
         self.joined: Joined | None = None
         self.acting: Version | None = None
         self.known: set[int] = set()  # slots whose descriptors it has
@@ -104,7 +108,6 @@ class IpcSender(Sender):
         self._origin = Origin(f"The ipc sender of {self.endpoint}")
         self._lock = threading.Lock()
         try:
-            self._control = Control()
             self._leases = WriteLocks()
         except BaseException:
             self._place.close()
@@ -275,21 +278,31 @@ class IpcSender(Sender):
             for peer in list(self._workers.values()):
                 if peer.dirty and not peer.watched:
                     self._tell(peer)
-            self._control.bump()
             self._untold = False
 
     def _tell(self, peer: Peer) -> None:
-        """Send a worker its news, or see to it that it is sent when the worker's socket takes it."""
-        if peer.joined is not None and peer.dirty and peer.channel.flush():
+        """Put a worker's news up, or see to it that this is done as soon as its socket takes the memory they need."""
+        if peer.joined is not None and peer.dirty and self._hand_over(peer):
             full, subset = self._shelf.of(peer.name)
-            infos = [info for info in (full, subset) if info is not None]
-            attached = tuple({i.slot: None for i in infos if i.slot in self._slots and i.slot not in peer.known})
-            news = News(full, subset, tuple(self._slots), attached)
-            if peer.channel.try_send(news, [self._slots[number].shared for number in attached]):
-                peer.known.update(attached)
-                peer.dirty = False
-                self._staged(peer, infos)
+            peer.board.write(encode_news(News(full, subset, tuple(self._slots))))
+            peer.dirty = False
+            if not peer.channel.unread:  # else it is awake already
+                peer.channel.try_send(Ring())
+            self._staged(peer, [info for info in (full, subset) if info is not None])
         self._watch(peer, peer.dirty or not peer.channel.idle)
+
+    def _hand_over(self, peer: Peer) -> bool:
+        """Send the descriptors of slots that the worker does not have; whether it has all that it needs."""
+        if not peer.channel.flush():
+            return False
+        wanted = {info.slot for info in self._shelf.of(peer.name) if info is not None}
+        slots = [self._slots[number] for number in wanted - peer.known if number in self._slots]
+        if slots:
+            memory = Memory(tuple((slot.number, *slot.shape) for slot in slots))
+            if not peer.channel.try_send(memory, [slot.shared for slot in slots]):
+                return False
+            peer.known.update(wanted)
+        return True
 
     def _staged(self, peer: Peer, infos: list[SlotInfo]) -> None:
         """A worker that was told of a version has it within reach."""
@@ -340,7 +353,6 @@ class IpcSender(Sender):
                     self._listen(peer)
                 if mask & select.EPOLLOUT and fd in self._peers:
                     self._tell(peer)
-                    self._control.bump()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -414,7 +426,7 @@ class IpcSender(Sender):
         peer.joined, peer.acting = joined, joined.have.acting
         self._workers[joined.worker] = peer
         self._events.append(joined)
-        peer.channel.send(Welcome(self.epoch, peer.lane), [self._control.shared, self._leases.shared])
+        peer.channel.send(Welcome(self.epoch, peer.lane), [peer.board.shared, self._leases.shared])
         peer.dirty = True
         self._tell(peer)
 
@@ -444,6 +456,7 @@ class IpcSender(Sender):
             del self._workers[peer.name]
             self._shelf.forget(peer.name)
         peer.channel.close()
+        peer.board.close()
 
     # -- the service thread ------------------------------------------------------------------------------------------
 
@@ -495,9 +508,8 @@ class IpcSender(Sender):
                     peer.channel.widen(QUEUE * 16)
                     self._tell(peer)
             self._closed = True
-            self._control.say_closed()
-            self._control.bump()
             for peer in list(self._peers.values()):
+                peer.board.say_closed()
                 self._drop(peer)
             self._place.close()
         self._ring(self._wake)
@@ -507,7 +519,6 @@ class IpcSender(Sender):
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
-        self._control.close()
         self._leases.close()
         for fd in (self._bell, self._wake):
             os.close(fd)

@@ -18,6 +18,9 @@ from weightwire.transport import Delivery
 
 __all__ = ["ApplyingCases"]
 
+# Python swallows a KeyboardInterrupt that hits a weakref's or the collector's callback, and pytest tells of it.
+swallowed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 class ApplyingCases(Cases):
     @pytest.mark.parametrize("apply", ["copy", "alias"])
@@ -275,6 +278,7 @@ class ApplyingCases(Cases):
         assert receiver.pull(10.0) == 1
         assert seen(receiver.weights) == 1
 
+    @swallowed
     def test_interrupted_pull_leaves_a_whole_version(self, rig: Rig) -> None:
         policy = counters(0, 400, 64)
         updater, receiver = rig.updater(), rig.receiver(policy)
@@ -289,6 +293,7 @@ class ApplyingCases(Cases):
         updater.push(state)
         assert receiver.pull(10.0) == updater.version == seen(policy)
 
+    @swallowed
     def test_interrupted_wait_for_the_first_version(self, rig: Rig) -> None:
         receiver = rig.receiver(counters(0))
         with took(at_most=3.0):
@@ -299,6 +304,7 @@ class ApplyingCases(Cases):
         updater.push(counters(1))
         assert receiver.pull() == 1
 
+    @swallowed
     def test_interrupted_push_leaves_a_whole_version(self, rig: Rig) -> None:
         policy = counters(0, 400, 64)
         updater, receiver = rig.updater(), rig.receiver(policy)
@@ -310,6 +316,7 @@ class ApplyingCases(Cases):
         report = updater.push(counters(updater.version + 1, 400, 64))
         assert receiver.pull(10.0) == report.version == seen(policy)
 
+    @swallowed
     def test_interrupted_wait_for_workers(self, rig: Rig) -> None:
         updater, receiver = rig.updater(), rig.receiver(counters(0), worker="w")
         updater.wait_for_workers(1)

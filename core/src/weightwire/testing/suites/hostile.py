@@ -8,7 +8,9 @@ import pickle
 import socket
 import struct
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,17 +36,24 @@ class _Bomb:
 
 
 class HostileCases(Cases):
+    @pytest.fixture
+    def run_directory(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """A private directory for a backend's sockets, with a path that is short enough for one; request it before the rig."""
+        with tempfile.TemporaryDirectory(prefix="kit-") as directory:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+            yield Path(directory)
+
     @linux
-    def test_nothing_listens_where_others_can_connect(self, rig: Rig) -> None:
+    def test_nothing_listens_where_others_can_connect(self, run_directory: Path, rig: Rig) -> None:
         before = set(listeners())
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
         updater.push(counters(1))
         worker.pull(10.0)
         for listener in {*listeners(), *worker.do("listeners")} - before:
-            assert listener.private, listener
+            assert listener.found(run_directory).private, listener
 
     @linux
-    def test_a_pickle_is_never_loaded(self, rig: Rig, tmp_path: Path) -> None:
+    def test_a_pickle_is_never_loaded(self, run_directory: Path, rig: Rig, tmp_path: Path) -> None:
         before = set(listeners())
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
         updater.push(counters(1))
@@ -62,7 +71,7 @@ class HostileCases(Cases):
         with contextlib.ExitStack() as connections:
             for listener in {*listeners(), *worker.do("listeners")} - before:
                 for frame in frames:
-                    connection = connections.enter_context(_connect(listener))
+                    connection = connections.enter_context(_connect(listener.found(run_directory)))
                     with contextlib.suppress(OSError):
                         connection.sendall(frame)
             for version in range(2, 12):
@@ -75,14 +84,14 @@ class HostileCases(Cases):
         assert list(tmp_path.iterdir()) == []
 
     @linux
-    def test_connections_that_say_nothing(self, rig: Rig) -> None:
+    def test_connections_that_say_nothing(self, run_directory: Path, rig: Rig) -> None:
         before = set(listeners())
         updater = rig.updater()
         with contextlib.ExitStack() as connections:
             for listener in set(listeners()) - before:
                 for _ in range(40):
                     with contextlib.suppress(OSError):
-                        connections.enter_context(_connect(listener))
+                        connections.enter_context(_connect(listener.found(run_directory)))
             worker = rig.worker("w", counters, 0)
             with took(at_most=5.0):
                 updater.push(counters(1))
