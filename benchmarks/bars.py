@@ -18,6 +18,7 @@ class Bar:
         against: the contender that it is held against; ``None``: nobody, the limit is in the contest's unit.
         how: ``"times"`` the other, ``"more"`` than the other (in the contest's unit), or ``"is"`` where there is none.
         limit: ``None``: shown, and not held against anything.
+        unit: of the limit; a contest that is measured in another one is an error, not a bar that is easily reached.
     """
 
     bench: str
@@ -26,14 +27,15 @@ class Bar:
     against: str | None
     how: str
     limit: float | None
+    unit: str = "times"
 
 
 def times(bench: str, work: str, measured: str, against: str, limit: float | None) -> Bar:
     return Bar(bench, work, measured, against, "times", limit)
 
 
-def at_most(bench: str, work: str, measured: str, limit: float) -> Bar:
-    return Bar(bench, work, measured, None, "is", limit)
+def at_most(bench: str, work: str, measured: str, limit: float, unit: str) -> Bar:
+    return Bar(bench, work, measured, None, "is", limit, unit)
 
 
 BARS = (
@@ -47,21 +49,21 @@ BARS = (
     times("B4", "large, 8 workers, copy", "ipc copy, 8", "ipc copy, 1", None),
     times("B4", "medium, 16 workers, alias", "ipc alias, 16", "ipc alias, 1", 1.6),
     times("B4", "medium, 16 workers, copy", "ipc copy, 16", "ipc copy, 1", None),
-    at_most("B5", "vanilla", "pull()", 2.0),
-    at_most("B5", "ipc", "pull()", 2.0),
-    at_most("B8", "small", "vanilla inline", 60.0),
+    at_most("B5", "vanilla", "pull()", 2.0, "us"),
+    at_most("B5", "ipc", "pull()", 2.0, "us"),
+    at_most("B8", "small", "vanilla inline", 60.0, "us"),
     times("B8", "medium", "vanilla inline", "_foreach_copy_", 1.1),
     times("B8", "large", "vanilla inline", "_foreach_copy_", 1.1),
     times("B8", "many", "vanilla inline", "_foreach_copy_", 2.0),
     *(times("B8", state, "vanilla inline", "load_state_dict", 1.0) for state in ("small", "medium", "large", "many")),
-    at_most("B9", "large, 8 workers, alias, in all", "ipc", 2.0),  # the slots that b9 asks for
-    at_most("B9", "large, alias, each further worker", "ipc", 5.0),
-    Bar("B10", "start", "import weightwire", "bare Python", "more", 60.0),
-    at_most("B10", "start", "weightwire backends", 200.0),
-    at_most("B10", "torch and ray imported", "import weightwire", 0.0),
-    at_most("B10", "torch and ray imported", "weightwire backends", 0.0),
-    at_most("B11", "many, 1 worker", "ipc alias", 5.0),
-    at_most("B11", "many, 1 worker", "ipc copy", 5.0),
+    at_most("B9", "large, 8 workers, alias, in all", "ipc", 2.0, "copies"),  # the slots that b9 asks for
+    at_most("B9", "large, alias, each further worker", "ipc", 5.0, "% of a copy"),
+    Bar("B10", "start", "import weightwire", "bare Python", "more", 60.0, "ms"),
+    at_most("B10", "start", "weightwire backends", 200.0, "ms"),
+    at_most("B10", "torch and ray imported", "import weightwire", 0.0, "modules"),
+    at_most("B10", "torch and ray imported", "weightwire backends", 0.0, "modules"),
+    at_most("B11", "many, 1 worker", "ipc alias", 5.0, "us"),
+    at_most("B11", "many, 1 worker", "ipc copy", 5.0, "us"),
 )
 
 
@@ -88,6 +90,8 @@ def judge(contests: Iterable[Contest]) -> list[Verdict]:
     for bar in BARS:
         contest = by_work.get((bar.bench, bar.work))
         if contest:
+            if bar.unit not in ("times", contest.unit):
+                raise ValueError(f"{bar.bench}, {bar.work}: the limit is in {bar.unit}, the contest in {contest.unit}")
             measured = contest.series[bar.measured]
             other = contest.series[bar.against] if bar.against else None
             result = list(measured)

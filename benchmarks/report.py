@@ -19,6 +19,7 @@ from rich.table import Table
 
 __all__ = ["machine", "print_table", "write"]
 
+TO_MS = {"s": 1e3, "ms": 1.0, "us": 1e-3}
 HEAD = ("id", "work", "measured", "against", "result (quartiles)", "to reach", "")
 
 
@@ -64,11 +65,12 @@ def result(verdict: Verdict) -> str:
 
 def limit(verdict: Verdict) -> str:
     assert verdict.bar.limit is not None
-    unit = "times" if verdict.bar.how == "times" else verdict.unit
-    return f"{verdict.bar.limit:g} {unit}" + (" more" if verdict.bar.how == "more" else "")
+    return f"{verdict.bar.limit:g} {verdict.bar.unit}" + (" more" if verdict.bar.how == "more" else "")
 
 
 def amount(value: float, unit: str) -> str:
+    if unit == "us" and value >= 1e4:  # a contest of many sizes
+        value, unit = value / 1e6, "s"
     if unit == "s":
         scale, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "us")
         value *= scale
@@ -135,15 +137,19 @@ def plot_bars(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def plot_times(path: Path, contests: Sequence[Contest]) -> None:
-    """All turns of all contests that measure seconds, one dot each."""
+    """All turns of all contests that measure time, one dot each."""
     from matplotlib.figure import Figure
 
-    timed = [contest for contest in contests if contest.unit == "s"]
-    lines = [(f"{c.bench}  {c.work}: {name}", samples) for c in timed for name, samples in c.series.items()]
+    timed = [contest for contest in contests if contest.unit in TO_MS and contest.bench != "B5"]
+    lines = [
+        (f"{c.bench}  {c.work}: {name}", [TO_MS[c.unit] * value for value in samples])
+        for c in timed
+        for name, samples in c.series.items()
+    ]
     figure = Figure(figsize=(9, 1 + 0.25 * max(len(lines), 1)), layout="constrained")
     axis = figure.subplots()
     for row, (_, samples) in enumerate(lines):
-        axis.plot([1e3 * value for value in samples], [row] * len(samples), "o", markersize=3, alpha=0.4)
+        axis.plot(samples, [row] * len(samples), "o", markersize=3, alpha=0.4)
     axis.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=8)
     axis.invert_yaxis()
     axis.set_xscale("log")

@@ -112,7 +112,7 @@ def b8(repeat: int) -> list[Contest]:
                     module, loaded, lambda m=module, t=loaded: t.load_state_dict(m.state_dict())
                 ),
             }
-            contests.append(interleave("B8", state, contenders, repeat=turns, warmup=1))
+            contests.append(interleave("B8", state, contenders, repeat=turns, warmup=1, scale=1e6, unit="us"))
     return contests
 
 

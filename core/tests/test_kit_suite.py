@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from typing import Any
 
 from weightwire.errors import EndpointInUseError
@@ -127,7 +128,8 @@ def weightwire_backend() -> BackendInfo:
 
 @hookimpl
 def weightwire_make_sender(endpoint: Any, options: Any, context: Any) -> Sender:
-    return TinySender(PLACES.setdefault(endpoint.location, Place()), str(endpoint), context.epoch)
+    location = endpoint.location or uuid.uuid4().hex
+    return TinySender(PLACES.setdefault(location, Place()), f"import:tiny://{location}", context.epoch)
 
 
 @hookimpl
@@ -189,7 +191,7 @@ def test_a_right_backend_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "case"),
     [
-        ("shares", "test_trainer_changes_tensors_after_push"),
+        ("shares", "test_trainer_changes_tensors_after_push and place"),
         ("flips", "test_special_values"),
         ("forgets subsets", "test_histories"),
     ],

@@ -348,15 +348,15 @@ class WeightReceiver:
 
     def _prepare(self, delivery: Delivery) -> Prepared:
         layout, memory = delivery.header.layout, delivery.memory
-        if memory is None:
+        if self._private:
+            views = layout.views([block.clone() for block in delivery.tensors()])
+        elif memory is None:
             views = delivery.views()
         else:
             known = self._views.get(memory)
             if known is None or known[0] is not layout:
                 known = self._views[memory] = (layout, delivery.views())
             views = known[1]
-        if self._private:
-            views = [view.clone() for view in views]
         return self._target.prepare(delivery.header, views, writable=delivery.writable)
 
     def _after(self, event: Applied) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -44,22 +46,28 @@ def test_a_board_whose_writer_broke_off_says_nothing_until_it_is_written_again(b
 
 def test_a_reader_never_sees_a_mix(board: Board) -> None:
     view, over = BoardView(board.shared), threading.Event()
+    interval = sys.getswitchinterval()
 
     def write() -> None:
-        for number in range(5000):
-            board.write(bytes([number % 256]) * 500)
-        over.set()
+        for number in itertools.cycle(range(256)):
+            board.write(bytes([number]) * 500)
+            if over.is_set():
+                return
 
     writer = threading.Thread(target=write)
+    sys.setswitchinterval(1e-5)
     writer.start()
-    seen = set()
-    while not over.is_set():
-        _, data = view.read()
-        if data:
-            assert len(set(data)) == 1
-            seen.add(data)
-    writer.join()
-    assert seen
+    try:
+        seen: set[bytes] = set()
+        while len(seen) < 100:
+            _, data = view.read()
+            if data:
+                assert len(set(data)) == 1
+                seen.add(data)
+    finally:
+        over.set()
+        writer.join()
+        sys.setswitchinterval(interval)
 
 
 def test_only_a_sealed_board_is_looked_at() -> None:

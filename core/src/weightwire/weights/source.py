@@ -134,9 +134,11 @@ class _Known:
             return False
         if self.plan.tied or found[1:] != self._signature[1:] or not all(map(_has_memory, tensors)):
             return False
+        if {tensor.device for tensor in tensors if tensor.device.type != "cpu"} != self.plan.devices:
+            return False
         spans = sorted(
-            (device, address, address + extent(shape, stride) * dtype.itemsize)
-            for address, dtype, shape, stride, device in zip(*found)
+            (tensor.get_device(), address, address + extent(shape, stride) * dtype.itemsize)
+            for tensor, address, dtype, shape, stride in zip(tensors, *found)
             if 0 not in shape
         )
         if any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)):

@@ -27,7 +27,7 @@ from weightwire.weights.slots import (
     same_bits,
 )
 from weightwire.weights.target import Target
-from weightwire.weights.walk import Signature, Walk, is_state, names_of, signature, walk
+from weightwire.weights.walk import Signature, Trail, Walk, is_state, names_of, signature, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,7 @@ class StateTarget(Target):
         self._names = names
         self._alias = alias
         self._coming: _Coming | None = None
+        self._trail = Trail(weights)
         self._seen, _ = quietly(partial(_survey, weights, names, alias=alias))
 
     def needs(self) -> bytes:
@@ -63,7 +64,7 @@ class StateTarget(Target):
 
         use = _Use(header.base is not None, writable, list(map(torch.Tensor.get_device, views)))
         places: list[Place] = []
-        found = walk(self.weights, places if self._seen.special else None)
+        found = walk(self.weights, places) if self._seen.special else self._trail.walk()
         fit = self._seen.fit(header.layout, use) if self._seen.holds(found) else None
         if fit is None:
             fit = quietly(partial(self._make_fit, header.layout, use, views))
@@ -156,7 +157,7 @@ class _Seen:
 
     def holds(self, found: Walk) -> bool:
         """Whether the target still looks as it did."""
-        if found.trace != self.trace or list(map(type, found.leaves)) != self.types:
+        if (found.trace is not self.trace and found.trace != self.trace) or list(map(type, found.leaves)) != self.types:
             return False
         try:
             return self._look_at(found.leaves) == self.look

@@ -281,7 +281,6 @@ class Signature(NamedTuple):
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
-    devices: list[int]
 
 
 def signature(tensors: Sequence[Tensor]) -> Signature:
@@ -295,7 +294,6 @@ def signature(tensors: Sequence[Tensor]) -> Signature:
             list(map(tensor.dtype.__get__, tensors)),  # type: ignore[attr-defined]
             list(map(tensor.shape.__get__, tensors)),  # type: ignore[attr-defined]
             list(map(tensor.stride, tensors)),
-            list(map(tensor.get_device, tensors)),
         )
 
 

@@ -1,8 +1,9 @@
 """What the two ends say to each other over their socket, and how messages travel.
 
 Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory` and :class:`Ring`; :class:`News` stand on a
-board in shared memory. Worker to trainer: :class:`Hello`, then :class:`Report` and :class:`Goodbye`. All are closed msgspec types; nothing is unpickled. The socket is a Unix
-``SOCK_SEQPACKET`` one: each packet carries a serial number and a message.
+board in shared memory. Worker to trainer: :class:`Hello`, then :class:`Report` and :class:`Goodbye`. All are closed
+msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: each packet carries a serial number and
+a message.
 
 A message that is larger than a packet travels in a memfd that comes with it, so that sending never has to wait for the
 other end to read.
@@ -98,11 +99,15 @@ class SlotInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """All that a worker has to know; stands on its board. ``live``: the slots that there are."""
+    """All that a worker has to know; stands on its board.
+
+    ``live``: the slots that there are, of those numbered below ``until``. A slot's memory may arrive before the news.
+    """
 
     full: SlotInfo | None
     subset: SlotInfo | None
     live: tuple[int, ...]
+    until: int
 
 
 class Memory(msgspec.Struct, frozen=True, tag=True):

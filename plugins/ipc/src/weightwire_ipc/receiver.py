@@ -121,7 +121,7 @@ class Session:
         self.pid = pid
         self.board: BoardView | None = None
         self.leases: ReadLeases | None = None  # from the welcome on
-        self.news = News(None, None, ())
+        self.news = News(None, None, (), 0)
         self.slots: dict[int, MappedSlot] = {}
         self.rejected: Reject | None = None
         self._strays: set[int] = set()
@@ -141,7 +141,8 @@ class Session:
         if data:
             self.news = decode_news(data)
             for number in self.slots.keys() - set(self.news.live):
-                self.slots.pop(number).close()
+                if number < self.news.until:
+                    self.slots.pop(number).close()
         return sequence if data is not None else -1
 
     def _hear(self, message: Message, fds: list[int]) -> None:

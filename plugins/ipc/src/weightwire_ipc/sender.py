@@ -284,7 +284,7 @@ class IpcSender(Sender):
         """Put a worker's news up, or see to it that this is done as soon as its socket takes the memory they need."""
         if peer.joined is not None and peer.dirty and self._hand_over(peer):
             full, subset = self._shelf.of(peer.name)
-            peer.board.write(encode_news(News(full, subset, tuple(self._slots))))
+            peer.board.write(encode_news(News(full, subset, tuple(self._slots), self._next_slot)))
             peer.dirty = False
             if not peer.channel.unread:  # else it is awake already
                 peer.channel.try_send(Ring())

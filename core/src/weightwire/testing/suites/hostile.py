@@ -38,7 +38,7 @@ class _Bomb:
 class HostileCases(Cases):
     @pytest.fixture
     def run_directory(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        """A private directory for a backend's sockets, with a path that is short enough for one; request it before the rig."""
+        """A private directory for a backend's sockets, with a short enough path; to be made before the rig."""
         with tempfile.TemporaryDirectory(prefix="kit-") as directory:
             monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
             yield Path(directory)

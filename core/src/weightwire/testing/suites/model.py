@@ -61,6 +61,11 @@ class Model:
         for worker in self.workers.values():
             worker.have, worker.full, worker.part = 0, None, None
 
+    @property
+    def covered(self) -> set[str]:
+        """Names of the subsets since the last full version."""
+        return set(self.part[1]) if self.part else set()
+
     def join(self, name: str) -> None:
         self.workers[name] = ModelWorker(full=self.full, part=self.part)
 
@@ -107,6 +112,7 @@ class Machine(RuleBasedStateMachine):
         self.values = 0
         self.joined = 0
         self.updater = self.rig.updater()
+        self.add_worker()
 
     def teardown(self) -> None:
         self.rig.close()
@@ -122,16 +128,21 @@ class Machine(RuleBasedStateMachine):
         values = self.fresh(list(NAMES))
         assert self.updater.push(state_of(values), on_lost="drop").version == self.model.push(values, None)
 
-    @rule(names=st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
-    def push_subset(self, names: list[str]) -> None:
-        covered = set(self.model.part[1]) if self.model.part else set()
-        if self.model.full is None or self.model.split or covered - set(names):
-            with pytest.raises(PreflightError, match="full"):
-                self.updater.push(state_of(self.fresh(names)), partial=True)
-            return
-        values = self.fresh(names)
+    @precondition(lambda self: self.model.full is not None and not self.model.split)
+    @rule(names=st.sets(st.sampled_from(NAMES), min_size=1))
+    def push_subset(self, names: set[str]) -> None:
+        values = self.fresh(sorted(names | self.model.covered))
         report = self.updater.push(state_of(values), partial=True, on_lost="drop")
         assert report.version == self.model.push_part(values)
+
+    @precondition(lambda self: self.model.full is None or self.model.split or self.model.covered)
+    @rule(names=st.sets(st.sampled_from(NAMES), min_size=1))
+    def push_a_subset_that_is_refused(self, names: set[str]) -> None:
+        if self.model.full is not None and not self.model.split:
+            names -= {min(self.model.covered)}
+        if names:
+            with pytest.raises(PreflightError, match="full"):
+                self.updater.push(state_of(self.fresh(sorted(names))), partial=True, on_lost="drop")
 
     @precondition(lambda self: self.workers and "subset_workers" in self.rig.capabilities)
     @rule(data=st.data())
@@ -141,27 +152,29 @@ class Machine(RuleBasedStateMachine):
         values = self.fresh(list(NAMES))
         assert self.updater.push(state_of(values), workers=names).version == self.model.push(values, names)
 
-    @rule()
-    def rival_is_turned_away(self) -> None:
-        with pytest.raises(EndpointInUseError):
-            self.rig.updater()
-
+    @precondition(lambda self: self.model.number >= 4)
     @rule()
     def restart_trainer(self) -> None:
-        """A goodbye ends the workers' streams: they open new ones, with the weights that they have."""
+        """No rival gets the place before the old trainer has said goodbye, which ends the workers' streams too."""
         run = self.updater.run
+        with pytest.raises(EndpointInUseError):
+            self.rig.updater()
         self.updater.close()
         self.updater = self.rig.updater()
         assert self.updater.run > run
         self.model.restart()
         for name in list(self.workers):
             self.leave(name)
+        self.add_worker()
 
     # -- the workers -------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.workers) < 4)
     @rule()
     def join(self) -> None:
+        self.add_worker()
+
+    def add_worker(self) -> None:
         self.joined += 1
         name = f"w{self.joined}"
         self.workers[name] = self.rig.worker(name, blank)
@@ -172,16 +185,23 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(data=st.data())
     def pull(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.workers)))
+        self.take(data.draw(st.sampled_from(sorted(self.workers))))
+
+    @rule()
+    def all_pull(self) -> None:
+        for name in self.workers:
+            self.take(name)
+
+    def take(self, name: str) -> None:
         expected = self.model.workers[name].pull()
         assert self.workers[name].pull(0.0 if expected is None else 10.0) == expected
 
-    @precondition(lambda self: self.workers)
+    @precondition(lambda self: len(self.workers) > 1)
     @rule(data=st.data())
     def goodbye(self, data: st.DataObject) -> None:
         self.leave(data.draw(st.sampled_from(sorted(self.workers))))
 
-    @precondition(lambda self: self.workers and self.mortal)
+    @precondition(lambda self: self.mortal and len(self.workers) > 1)
     @rule(data=st.data())
     def death(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.workers)))
@@ -224,7 +244,7 @@ class ModelCases(Cases):
 
     def test_histories(self) -> None:
         """Workers in threads of this process, whatever the backend: many short histories."""
-        self._run(mortal=False, capabilities=self.info().capabilities - {"processes"}, examples=40, steps=20)
+        self._run(mortal=False, capabilities=self.info().capabilities - {"processes"}, examples=40, steps=30)
 
     @requires("processes")
     def test_histories_with_deaths(self) -> None:
