@@ -69,7 +69,7 @@ def limit(verdict: Verdict) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    if unit == "us" and value >= 1e4:  # a contest of many sizes
+    if unit == "us" and value >= 1e3:  # a contest of many sizes
         value, unit = value / 1e6, "s"
     if unit == "s":
         scale, unit = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "us")

@@ -385,7 +385,8 @@ class WeightReceiver:
 
     def _pay(self, event: Applied) -> None:
         self._receiver.report(event)
-        self._state = self._state._replace(owed=None)
+        state = self._state
+        self._state = _State(state.have, state.ready, state.metadata)
 
     def _refuse(self, stamp: Version, phase: str, exc: Exception, *, ruined: bool) -> WeightwireError:
         """Remember and report that a version was not taken; the error that ``pull`` raises of it."""

@@ -450,10 +450,9 @@ class _Ground:
         if payload.base is not None:
             self.covered.setdefault(payload.base, set()).update(layout.names)
         elif to is None:
-            self.all, self.some = stamp, {}
+            self.all, self.some, self.layouts, self.covered = stamp, {}, {stamp: layout}, {}
         else:
             self.some.update(dict.fromkeys(to, stamp))
-        if payload.base is None:
             self.layouts[stamp] = layout
             live = {self.all, *self.some.values()}
             self.layouts = {base: kept for base, kept in self.layouts.items() if base in live}

@@ -75,6 +75,13 @@ class Prepared:
         self.streams = streams  # devices on which the payload's memory is read
         self.ruined = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing to it but steps, on the CPU, outside of inference mode."""
+        import torch
+
+        return not (self.risky or self.call or self.streams or self.inference or torch.is_inference_mode_enabled())
+
     def done(self) -> None:
         """Let go of everything, the old tensors too, when the payload's memory is read no more. Idempotent."""
         if self.streams:
@@ -102,6 +109,9 @@ def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
     import torch
 
     last = prepared[-1]
+    if len(prepared) == 1 and last.plain and not torch._C._is_torch_function_mode_enabled():
+        _commit_plain(last, then)
+        return
     risky = list(chain.from_iterable(one.risky for one in prepared))
     undo: list[Step] = []  # what is to be done when a step raises; empty when all are through
     if restores := [r.restore for r in reversed(risky) if r.restore is not None]:
@@ -131,6 +141,22 @@ def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
         restore()
         if risky:
             _mend(risky, last)
+
+
+def _commit_plain(one: Prepared, then: Step | None) -> None:
+    """The usual case, in less time: nothing in it can fail, and there is no mode to be left but that of autograd."""
+    import torch
+
+    grad = torch._C._set_grad_enabled
+    back: Step = partial(grad, torch.is_grad_enabled())
+    steps = [partial(grad, False), *one.steps, back] if then is None else [partial(grad, False), *one.steps, then, back]
+    try:
+        deque(map(_CALL, steps), 0)
+    finally:
+        back()
+
+
+_CALL = partial.__call__
 
 
 def _without_modes(steps: Iterable[Step], undo: list[Step] | None = None) -> list[Step]:

@@ -147,6 +147,8 @@ class Payload:
         if self._hash:
             for _ in self.tensors():
                 pass
+        if not self._plan.unusual:
+            return self._tensors
         tensors = list(self._tensors)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for position in self._plan.unusual:

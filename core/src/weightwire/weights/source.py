@@ -106,7 +106,7 @@ class _Known:
         self._sharded = [n for n, tensor in enumerate(tensors) if is_dtensor(tensor)]
         self._specs = _specs(tensors, self._sharded)
         self._bits = _bits(tensors, plan.tied)
-        self._signature: Signature = signature(self._local(tensors))
+        self._signature: Signature = signature(self._local(tensors), strides=bool(plan.tied))
 
     def look(self, trace: list[Any], leaves: list[Any]) -> list[Tensor] | None:
         """The tensors, where this plan is good for them."""
@@ -128,8 +128,11 @@ class _Known:
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors look as they did, and lie apart elsewhere: what a function makes anew for each push."""
+        import torch
+
         try:
-            found = signature(tensors)
+            found = signature(tensors, strides=False)
+            strides = list(map(torch.Tensor.stride, tensors))
         except RuntimeError:
             return False
         if self.plan.tied or found[1:] != self._signature[1:] or not all(map(_has_memory, tensors)):
@@ -138,7 +141,7 @@ class _Known:
             return False
         spans = sorted(
             (tensor.get_device(), address, address + extent(shape, stride) * dtype.itemsize)
-            for tensor, address, dtype, shape, stride in zip(tensors, *found)
+            for tensor, address, dtype, shape, stride in zip(tensors, *found[:3], strides)
             if 0 not in shape
         )
         if any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)):

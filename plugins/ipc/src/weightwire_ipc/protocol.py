@@ -2,7 +2,7 @@
 
 Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory` and :class:`Ring`; :class:`News` stand on a
 board in shared memory. Worker to trainer: :class:`Hello`, then :class:`Report` and :class:`Goodbye`. All are closed
-msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: each packet carries a serial number and
+msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: a packet carries a serial number and
 a message.
 
 A message that is larger than a packet travels in a memfd that comes with it, so that sending never has to wait for the

@@ -147,7 +147,9 @@ class VanillaSender(Sender):
                 item = self._shelve(payload, to)
                 deliveries = [(r, item.arena.deliver(item.header, alias=r.alias)) for r in receivers if r.inline]
             place.events.extend(
-                Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp) for r in receivers
+                Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp)
+                for r in receivers
+                if not r.inline  # which says itself, in a moment, that it has applied it
             )
         with payload.phase("commit"):
             for receiver, delivery in deliveries:
