@@ -83,14 +83,14 @@ class TinySender(Sender):
             if self.place.sender is self:
                 self.place.sender = None
                 for receiver in self.place.receivers.values():
-                    receiver.closed = True
+                    receiver.ending = True  # closed once it has taken what was accepted
                 self.place.receivers = {}
                 self.place.news.notify_all()
 
 
 class TinyReceiver(Receiver):
     def __init__(self, place: Place, context: Any) -> None:
-        self.place, self.context = place, context
+        self.place, self.context, self.ending = place, context, False
         with place.news:
             if context.worker in place.receivers:
                 raise EndpointInUseError(f"there is a worker {context.worker!r} already")
@@ -104,6 +104,7 @@ class TinyReceiver(Receiver):
                 stored = choose(have, self.place.full, self.place.part)
                 if stored is not None and not self.closed:
                     return Delivery(stored.header, blocks=stored.blocks)
+                self.closed = self.closed or self.ending
                 if self.closed or deadline is None or deadline.expired:
                     return None
                 self.place.news.wait(deadline.remaining)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightwire.report import PushReport
-    from weightwire.transport import Version
 
 __all__ = [
     "AmbiguousBackendError",
@@ -81,7 +80,7 @@ class CapabilityError(WeightwireError):
 
 
 class PreflightError(WeightwireError, ValueError):
-    """The payload does not fit the worker's policy (or cannot be made). Nothing was copied; all differences are listed."""
+    """The payload does not fit the worker's policy, or cannot be made. Nothing was copied; all is listed."""
 
 
 class DigestError(WeightwireError):

@@ -195,28 +195,29 @@ class WeightReceiver:
         """Apply the newest version, if there is one that the policy does not have; its number, else ``None``.
 
         ``timeout=None`` waits, up to the receiver's own timeout, until the first full version is applied, and does not
-        wait afterwards. ``0.0`` never waits. Any other number waits that many seconds for something new.
+        wait afterwards; it ends with ``None`` where the trainer has closed. ``0.0`` never waits. Any other number
+        waits that many seconds for something new.
 
         Raises:
             PreflightError, DigestError, ApplyError: the version was not taken; the old one acts on, whole (unless
                 :attr:`ready` says otherwise), and the trainer has been told. Raised once a version.
             ApplyError in phase ``after-hooks``: the version is applied, but a hook raised.
             WaitTimeout: a waiting pull got no first version. UpdaterLostError: nor did it, and the trainer is gone.
-            ClosedError: a waiting pull, and no more will come. EndpointInUseError: another worker has this name.
+            ClosedError: a pull with a timeout, and no more will come. EndpointInUseError: another worker has this name.
         """
         if self._thread != threading.get_ident() or not self._origin.here:
             self._claim()
         state = self._state
         if state.owed is not None:
             self._pay(state.owed)
-        if timeout is None and not state.ready and not self._inline:
-            timeout = self.timeout
-        if not timeout:
-            if self._closed:
-                return None
-            first = self._receiver.poll(state.have, None)
-            return None if first is None else self._take(first)
-        return self._wait_for_news(timeout)
+        if timeout is None and not (state.ready or self._inline):
+            return self._wait_for_news(self.timeout, closed_is_news=True)
+        if timeout:
+            return self._wait_for_news(timeout)
+        if self._closed:
+            return None
+        first = self._receiver.poll(state.have, None)
+        return None if first is None else self._take(first)
 
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Pull until at least version number ``version`` is applied; the number that is. Raises as a waiting pull
@@ -229,9 +230,11 @@ class WeightReceiver:
                 raise self._timed_out(seconds, f"version {version}")
         return self.version
 
-    def _wait_for_news(self, seconds: float) -> int | None:
+    def _wait_for_news(self, seconds: float, *, closed_is_news: bool = False) -> int | None:
         deadline = Deadline.after(seconds)
         while True:
+            if self.closed and closed_is_news:
+                return None
             if self.closed:
                 raise ClosedError(
                     f"{self._origin.what} waits for {'news' if self.ready else 'its first version'}, but no more will "
@@ -334,8 +337,8 @@ class WeightReceiver:
             )
         if header.base is not None and header.base != base:
             raise PreflightError(
-                f"version {header.stamp.number} is a subset on full version {header.base.number}, which this worker does "
-                "not have: push a full one"
+                f"version {header.stamp.number} is a subset on full version {header.base.number}, which this worker "
+                "does not have: push a full one"
             )
         if header.digest:
             found = digest_of(delivery.tensors())

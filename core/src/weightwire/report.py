@@ -28,7 +28,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     tensors: int = 0
     nbytes: int = 0
-    seconds: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
+    seconds: dict[str, float] = {}
     digest: str = ""
     error: str = ""
     phase: str = ""
@@ -49,11 +49,11 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     run: int
-    receipts: dict[str, Receipt] = {}  # noqa: RUF012
+    receipts: dict[str, Receipt] = {}
     lost: tuple[str, ...] = ()
     tensors: int = 0
     nbytes: int = 0
-    seconds: dict[str, float] = {}  # noqa: RUF012 - msgspec copies the default
+    seconds: dict[str, float] = {}
     errors: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -18,6 +18,7 @@ from weightwire.errors import (
     RefusedError,
     UnknownWorkerError,
     WaitTimeout,
+    WireError,
     WorkerLostError,
 )
 from weightwire.forks import Origin
@@ -202,8 +203,7 @@ class WeightUpdater:
                 key = (name, info.incarnation)
                 known = self._checked.get(key)
                 if known is None or known[0] is not layout or known[1] is not partial:
-                    difference = preflight(layout, decode_needs(info.needs), subset=partial)
-                    known = self._checked[key] = (layout, partial, difference.message() if difference else "")
+                    known = self._checked[key] = (layout, partial, _misfit(layout, info, subset=partial))
                 if known[2]:
                     refusing[name] = known[2]
         if refusing and len(refusing) == len(names):
@@ -465,6 +465,17 @@ class _Ground:
     def addressed(self, stamp: Version, workers: Mapping[str, WorkerInfo]) -> Iterable[str]:
         """Who of ``workers`` a version was meant for."""
         return self.to.get(stamp, workers) if stamp in self.to else workers
+
+
+def _misfit(layout: Layout, info: WorkerInfo, *, subset: bool) -> str:
+    """All that does not fit a worker, empty where it does. What it said may be nonsense, and is then left out."""
+    try:
+        needs = decode_needs(info.needs)
+    except WireError as exc:
+        logger.warning("worker %r said what it needs in a way that cannot be read: %s", info.name, exc)
+        return ""
+    difference = preflight(layout, needs, subset=subset) if needs else None
+    return difference.message() if difference else ""
 
 
 def _raise(failures: Sequence[Failure], report: PushReport, on_lost: str) -> None:

@@ -17,5 +17,5 @@ def digest_of(blocks: Iterable[Tensor]) -> bytes:
 
     state = xxhash.xxh3_128()
     for block in blocks:
-        state.update(block.cpu().numpy())
+        state.update(block.cpu().numpy())  # type: ignore[arg-type]
     return state.digest()

@@ -148,7 +148,7 @@ class Payload:
             for _ in self.tensors():
                 pass
         if not self._plan.unusual:
-            return self._tensors
+            return list(self._tensors)
         tensors = list(self._tensors)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for position in self._plan.unusual:

@@ -138,7 +138,9 @@ class _Tree:
         self.trace = trace
         self._modules = list(_unfolded(root))
         self._parameters = list(map(_PARAMETERS, self._modules))
-        self._owners = [owner for module in self._modules for owner in (module._parameters, module._buffers)]
+        self._owners: list[dict[str, Any]] = [
+            owner for module in self._modules for owner in (module._parameters, module._buffers)
+        ]
         self._children = [module._modules for module in self._modules]
         self._hidden = [module._non_persistent_buffers_set for module in self._modules if module._buffers]
         self._facts = self._look()

@@ -186,10 +186,8 @@ class VanillaSender(Sender):
                 return
             place.sender = None
             for receiver in place.receivers.values():
-                receiver.connected, receiver.closed = False, True
+                receiver.part()
             place.receivers.clear()
-            before, place.shelf = place.shelf.kept(), Shelf()
-            place.let_go(before)
             place.wake()
         _part(place)
 
@@ -217,6 +215,7 @@ class VanillaReceiver(Receiver):
         self.whereabouts = "vanilla reaches trainers in this process only"
         self._place = place = _meet(scoped(endpoint.location))
         self._seen: tuple[int, Have] | None = None
+        self._ending = False
         with place.changed:
             if self.name in place.receivers:
                 raise EndpointInUseError(
@@ -237,6 +236,12 @@ class VanillaReceiver(Receiver):
         if staged is not None:
             place.events.append(Staged(worker=self.name, incarnation=self.incarnation, stamp=staged.stamp))
 
+    def part(self) -> None:
+        """The sender has closed. What it has accepted may still be taken; then it is over."""
+        self.connected = False
+        self._ending = True
+        self.closed = self.inline or choose(self._context.have(), *self._place.shelf.of(self.name)) is None
+
     def deliver(self, delivery: Delivery) -> None:
         assert self._context.deliver is not None
         self._context.deliver(delivery)
@@ -250,6 +255,7 @@ class VanillaReceiver(Receiver):
                 item = None if self.closed or self.inline else choose(have, *place.shelf.of(self.name))
                 if item is not None:
                     return item.arena.deliver(item.header, alias=self.alias)
+                self.closed = self.closed or self._ending
                 if deadline is None or deadline.expired or self.closed:
                     self._seen = (place.news, have)
                     return None

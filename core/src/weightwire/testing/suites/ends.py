@@ -36,7 +36,7 @@ class EndCases(Cases):
                 for _ in twice:
                     end.close()
         assert receiver.closed
-        assert receiver.pull(0.0) is None
+        assert receiver.pull() is None
         with pytest.raises(ClosedError):
             receiver.pull(0.1)
         with pytest.raises(ClosedError):
@@ -64,7 +64,7 @@ class EndCases(Cases):
         following = worker.follow(1)
         updater.push(counters(1), wait="none")
         updater.close()
-        assert following.result().versions in ([1], []), "with no time left a worker may miss it, but never hang"
+        assert following.result().versions == [1]
 
     def test_close_during_waits(self, rig: Rig) -> None:
         updater, worker = rig.updater(), rig.worker("w", counters, 0)

@@ -261,4 +261,4 @@ class ModelCases(Cases):
     @pytest.mark.timeout(900)
     def test_long_histories(self) -> None:
         processes = "processes" in self.info().capabilities
-        self._run(mortal=processes, capabilities=self.info().capabilities, examples=100, steps=100)
+        self._run(mortal=processes, capabilities=self.info().capabilities, examples=60, steps=50)
