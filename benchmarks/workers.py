@@ -44,7 +44,6 @@ class WeightwireEnd:
         self.receiver = WeightReceiver(endpoint, module, apply=apply)
         # Hooks run after the commit and before the trainer hears of it: the look is within the clock.
         self.receiver.on_applied(states.Look(module))
-        self.receiver.pull(0.0)  # a worker joins with its first pull
 
     def take(self, sentinel: float) -> None:
         self.receiver.wait(int(sentinel), PATIENCE)
@@ -82,6 +81,10 @@ def serve(pipe: Connection, state: str, make_end: Callable[..., End]) -> None:
             elif command[0] == "idle":
                 assert end
                 answer = [time_calls(end.idle) for _ in range(command[1])]
+            elif command[0] == "fill":
+                for parameter in module.parameters():
+                    parameter.data.fill_(1.0)
+                answer = None
             elif command[0] == "digest":
                 answer = states.digest(module)
             else:

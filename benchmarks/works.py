@@ -140,14 +140,21 @@ def in_process(source: torch.nn.Module, target: torch.nn.Module, copy: Callable[
 def b9(repeat: int) -> list[Contest]:
     """Memory of trainer and workers together, beyond what they had before updater and receivers were made.
 
-    The workers' policies are built but not written to: what they would give back when the delivered memory takes their
-    place is not set off against what Weightwire takes.
+    Twice: with policies in the workers that have weights of their own before, as policies do, which give that memory
+    back when the delivered memory takes its place; and with policies that were built but not written to, so that
+    nothing is set off against what Weightwire takes.
     """
+    return [*_b9(repeat, "large", fill=True), *_b9(repeat, "large, untouched policies", fill=False)]
+
+
+def _b9(repeat: int, work: str, *, fill: bool) -> list[Contest]:
     workers, slots = 8, 2
     with ExitStack() as stack:
         module = states.build("large")
         crew = Crew(workers, "large", WeightwireEnd)
         stack.callback(crew.close)
+        if fill:
+            crew.ask("fill")
         before = pss() + sum(crew.ask("memory"))
         updater = stack.enter_context(WeightUpdater(f"ipc?slots={slots}", module, timeout=PATIENCE))
 
@@ -168,8 +175,8 @@ def b9(repeat: int) -> list[Contest]:
         alone, all_of_them = growth(0, 1), growth(1, workers)
         added = [100 * (many - one) / (workers - 1) for one, many in zip(alone, all_of_them, strict=True)]
     return [
-        Contest("B9", f"large, {workers} workers, alias, in all", {"ipc": all_of_them}, "copies"),
-        Contest("B9", "large, alias, each further worker", {"ipc": added}, "% of a copy"),
+        Contest("B9", f"{work}, {workers} workers, alias, in all", {"ipc": all_of_them}, "copies"),
+        Contest("B9", f"{work}, alias, each further worker", {"ipc": added}, "% of a copy"),
     ]
 
 
