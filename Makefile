@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 # TensorDict, Ray and friends are optional to users; developers get all that the tests and figures need.
-PACKAGES := -e "core[cli,testing]" -e plugins/vanilla -e plugins/ipc -e ".[test,lint,demo,bench]"
+PACKAGES := -e "core[cli,testing]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench]"
 CODE := conftest.py core plugins tests examples benchmarks
 
 .DEFAULT_GOAL := help

@@ -11,6 +11,7 @@ V1, V2, V3 = (Version(7, number) for number in (1, 2, 3))
 
 def roster_with(*names: str) -> Roster:
     roster = Roster()
+    roster.epochs.add(7)
     for name in names:
         roster.observe(Joined(worker=name, incarnation=1, host="h", pid=5))
     return roster

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from weightwire.hookspecs import BackendInfo, hookimpl
     from weightwire.receiver import WeightReceiver
     from weightwire.report import PushReport, Receipt
+    from weightwire.roster import WorkerInfo
     from weightwire.transport import (
         Deadline,
         Delivery,
@@ -92,6 +93,7 @@ __all__ = [
     "WeightUpdater",
     "WeightwireError",
     "WireError",
+    "WorkerInfo",
     "WorkerLostError",
     "__version__",
     "hookimpl",
@@ -108,6 +110,7 @@ _HOMES = {
     "WeightReceiver": "receiver",
     "PushReport": "report",
     "Receipt": "report",
+    "WorkerInfo": "roster",
     "Deadline": "transport",
     "Delivery": "transport",
     "Receiver": "transport",

@@ -41,7 +41,14 @@ API = 1
 CAPABILITIES = frozenset(
     {"processes", "hosts", "alias", "inline", "late_join", "subset_workers", "stream", "sharded_target", "cuda"}
 )
-"""The closed list. What a backend does not claim is refused; what it claims, the conformance kit tries."""
+"""The closed list. What a backend does not claim is refused; what it claims, the conformance kit tries.
+
+``processes``, ``hosts``: workers may be in other processes, on other machines. ``alias``: delivered memory stays as
+it is until the last view of it has died. ``inline``: ``stage`` calls ``context.deliver``. ``late_join``: whoever
+joins gets the newest version at once. ``subset_workers``: ``stage(to=...)`` reaches those workers only. ``stream``:
+deliveries come in buckets. ``sharded_target``: a worker gets only the slices that it needs. ``cuda``: memory stays on
+the GPU.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ class ObserverSpec:
 
     @hookspec
     def weightwire_after_push(self, endpoint: str, report: PushReport) -> None:
-        """A push has ended, well or not; the report says which."""
+        """A version was sent, and was waited for as asked; the report says what became of it."""
 
     @hookspec
     def weightwire_after_pull(self, endpoint: str, receipt: Receipt) -> None:

@@ -19,6 +19,7 @@ from weightwire import wire
 from weightwire.endpoint import Endpoint, options_for, parse
 from weightwire.errors import (
     ApplyError,
+    CapabilityError,
     ClosedError,
     DigestError,
     PreflightError,
@@ -31,7 +32,7 @@ from weightwire.forks import Origin
 from weightwire.observers import Observers
 from weightwire.registry import open_backend, require
 from weightwire.report import Receipt
-from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version
+from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version, bounded
 from weightwire.weights.commit import commit
 from weightwire.weights.digest import digest_of
 from weightwire.weights.target import make_target
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 __all__ = ["WeightReceiver"]
 
 logger = logging.getLogger(__name__)
+
+SILENCE = 5.0
+"""Seconds of waiting for a trainer after which a line in the log says where it is looked for."""
 
 _counter = itertools.count()
 T = TypeVar("T")
@@ -78,7 +82,7 @@ class WeightReceiver:
             it.
         select, rename, cast: as in the updater, on the names that arrive; ``cast="target"`` takes what the policy has.
         inline: apply within the trainer's ``push``, for policies in its own thread (backends that claim it).
-        stream: apply bucket by bucket, in bounded memory and not atomically (backends that claim it).
+        stream: apply bucket by bucket, in bounded memory and not atomically. Not built yet: refused.
         observers: names of installed observer plugins, or plugin objects.
         timeout: seconds that every wait of this object takes at most, unless told otherwise.
 
@@ -107,9 +111,11 @@ class WeightReceiver:
         for asked, capability in ((apply == "alias", "alias"), (inline, "inline"), (stream, "stream")):
             if asked:
                 require(backend, capability)
+        if stream:
+            raise CapabilityError("stream=True: this version of the core does not apply bucket by bucket yet")
         self.endpoint = str(parsed)
         self.worker = _checked_name(worker) or f"{socket.gethostname()}-{os.getpid()}-{next(_counter)}"
-        self.timeout = timeout
+        self.timeout = bounded(timeout)
         self._origin = Origin(f"The receiver {self.worker!r} of {self.endpoint}")
         self._incarnation = time.time_ns()
         self._target = make_target(weights, select=select, rename=rename, cast=cast, apply=apply)
@@ -120,7 +126,7 @@ class WeightReceiver:
         self._inline = inline
         self._thread: int | None = None  # the one that pulls
         self._met = False  # whether the trainer was ever there
-        self._closed = False
+        self._closed = self._over = False
         # A target that keeps what it is handed needs memory that lives on: the backend's, or else copies of its own.
         lasting = apply == "alias" or self._target.keeps_views
         self._private = lasting and "alias" not in backend.info.capabilities
@@ -136,7 +142,7 @@ class WeightReceiver:
             apply="alias" if lasting and not self._private else "copy",
             stream=stream,
             deliver=_weakly(self._deliver, None) if inline else None,
-            deadline=Deadline.after(timeout),
+            deadline=Deadline.after(self.timeout),
             logger=logger,
         )
         self._receiver: Receiver = backend.make_receiver(parsed, options_for(parsed, backend.info), context)
@@ -213,7 +219,7 @@ class WeightReceiver:
         if timeout is None and not (state.ready or self._inline):
             return self._wait_for_news(self.timeout, closed_is_news=True)
         if timeout:
-            return self._wait_for_news(timeout)
+            return self._wait_for_news(bounded(timeout))
         if self._closed:
             return None
         first = self._receiver.poll(state.have, None)
@@ -222,7 +228,7 @@ class WeightReceiver:
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Pull until at least version number ``version`` is applied; the number that is. Raises as a waiting pull
         does."""
-        seconds = self.timeout if timeout is None else timeout
+        seconds = bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
         while self.version < version or not self.ready:
             self.pull(max(deadline.remaining, 1e-9))
@@ -232,6 +238,7 @@ class WeightReceiver:
 
     def _wait_for_news(self, seconds: float, *, closed_is_news: bool = False) -> int | None:
         deadline = Deadline.after(seconds)
+        silence = deadline.sooner(SILENCE)
         while True:
             if self.closed and closed_is_news:
                 return None
@@ -240,7 +247,7 @@ class WeightReceiver:
                     f"{self._origin.what} waits for {'news' if self.ready else 'its first version'}, but no more will "
                     "come: " + ("the receiver was closed" if self._closed else "the trainer has closed")
                 )
-            first = self._receiver.poll(self._state.have, deadline)
+            first = self._receiver.poll(self._state.have, deadline if silence.expired else silence)
             self._met |= self._receiver.connected
             number = None if first is None else self._take(first)
             if number is not None:
@@ -249,13 +256,20 @@ class WeightReceiver:
                 if self.ready and self._receiver.connected:
                     return None
                 raise self._timed_out(seconds, "news" if self.ready else "its first version")
+            if silence.expired and not self._receiver.connected and not deadline.expired:
+                silence = deadline
+                logger.warning(
+                    "%s finds no trainer: %s; it waits up to %.3g s",
+                    self._origin.what,
+                    self._receiver.whereabouts,
+                    seconds,
+                )
 
     def _timed_out(self, seconds: float, what: str) -> WeightwireError:
         text = f"{self._origin.what} waited {seconds:.3g} s for {what}"
         if self._receiver.connected:
-            return WaitTimeout(
-                f"{text}: the trainer is there, but has pushed none that fits", phase="wait", worker=self.worker
-            )
+            newest = f"version {self.version} is the newest" if self.ready else "but has pushed none that it can take"
+            return WaitTimeout(f"{text}: the trainer is there, {newest}", phase="wait", worker=self.worker)
         where = self._receiver.whereabouts
         if self._met:
             return UpdaterLostError(f"{text}: the trainer is lost{where and '; ' + where}")
@@ -450,12 +464,16 @@ class WeightReceiver:
 
     def close(self, timeout: float | None = None) -> None:
         """Say goodbye and free everything. Idempotent; the weights that were applied live on."""
-        if self._closed or not self._origin.here:
+        if self._over or not self._origin.here:
             return
+        deadline = Deadline.after(bounded(timeout, min(self.timeout, 10.0)))
         self._closed = True
-        self._finalizer.detach()
         self._views.clear()
-        self._receiver.close(Deadline.after(min(self.timeout, 10.0) if timeout is None else timeout))
+        if self._state.owed is not None:
+            self._pay(self._state.owed)
+        self._receiver.close(deadline)
+        self._over = True
+        self._finalizer.detach()
 
     def __enter__(self) -> WeightReceiver:
         return self

@@ -57,12 +57,31 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        phases = "  ".join(f"{name} {1e3 * value:.2f} ms" for name, value in self.seconds.items())
-        lines = [f"version {self.version}: {self.tensors} tensors, {self.nbytes / 1e6:.2f} MB  {phases}".rstrip()]
-        width = max((len(name) for name in self.receipts), default=0)
+        phases = "  ".join(f"{name} {_time(value)}" for name, value in self.seconds.items())
+        size = f"{self.tensors} tensors, {_size(self.nbytes)}  " if self.tensors else ""
+        lines = [f"version {self.version}: {size}{phases}".rstrip()]
+        width = max(map(len, self.receipts), default=0)
         for name, receipt in self.receipts.items():
-            took = sum(receipt.seconds.values())
-            lines.append(f"  {name:<{width}}  {receipt.state:<8} {1e3 * took:9.2f} ms  {receipt.error}".rstrip())
+            took = _time(sum(receipt.seconds.values())) if receipt.seconds else ""
+            lines.append(f"  {name:<{width}}  {receipt.state:<8} {took:>9}  {receipt.error}".rstrip())
         lines += [f"  {name:<{width}}  lost" for name in self.lost if name not in self.receipts]
         lines += [f"  observer: {error}" for error in self.errors]
-        return "\n".join(lines)
+        return "\n".join(lines if len(lines) > 1 else [*lines, "  no workers"])
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{1e3 * seconds:.2f} ms"
+        if seconds >= 1e-3
+        else f"{1e6 * seconds:.0f} us"
+    )
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} GB"

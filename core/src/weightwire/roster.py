@@ -35,15 +35,15 @@ class WorkerInfo:
     incarnation: int = 0
     host: str = ""
     pid: int = 0
-    have: Have = field(default_factory=Have)
+    have: Have = field(default_factory=Have, repr=False)
     stamp: Version | None = None
     staged: Version | None = None
     stuck: bool = False
     error: str = ""
     notes: Mapping[str, str] = field(default_factory=dict)
-    needs: bytes = b""
-    applied: Applied | None = None
-    refused: Refused | None = None
+    needs: bytes = field(default=b"", repr=False)
+    applied: Applied | None = field(default=None, repr=False)
+    refused: Refused | None = field(default=None, repr=False)
 
     @property
     def version(self) -> int:
@@ -82,7 +82,8 @@ class Roster:
     def __init__(self) -> None:
         self.workers: dict[str, WorkerInfo] = {}
         self.failures: list[Failure] = []
-        self._refused_here: set[tuple[str, int, Version]] = set()  # told already by the trainer's own preflight
+        self.epochs: set[int] = set()  # those of this updater: what a worker has of others' does not count
+        self._refused_here: dict[str, set[Version]] = {}  # told already, by the trainer's own preflight
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -96,6 +97,7 @@ class Roster:
             return
         if isinstance(event, (Lost, Left)):
             del self.workers[event.worker]
+            self._refused_here.pop(event.worker, None)
             if isinstance(event, Lost):
                 newest = worker.staged or worker.stamp
                 number = newest.number if newest else 0
@@ -111,6 +113,7 @@ class Roster:
             self._refused(worker, event)
 
     def _join(self, event: Joined) -> None:
+        self._refused_here.pop(event.worker, None)
         self.workers[event.worker] = WorkerInfo(
             name=event.worker,
             incarnation=event.incarnation,
@@ -125,23 +128,26 @@ class Roster:
 
     def _applied(self, worker: WorkerInfo, event: Applied) -> None:
         worker.staged = max(worker.staged or event.stamp, event.stamp)
-        worker.stamp = max(worker.stamp or event.stamp, event.stamp)
-        worker.applied, worker.error = event, event.error
+        if worker.stamp is None or event.stamp >= worker.stamp or worker.stamp.epoch not in self.epochs:
+            worker.stamp, worker.applied, worker.error = event.stamp, event, event.error
         if event.error:
             self._fail(Failure(ApplyError, worker.name, event.stamp.number, event.error, "after-hooks"))
 
     def _refused(self, worker: WorkerInfo, event: Refused) -> None:
-        worker.refused, worker.error = event, event.error
-        mark = (worker.name, worker.incarnation, event.stamp)
-        if mark in self._refused_here:
-            self._refused_here.discard(mark)
+        if worker.refused is None or event.stamp >= worker.refused.stamp:
+            worker.refused, worker.error = event, event.error
+        told = self._refused_here.get(worker.name, set())
+        if event.stamp in told:
+            self._refused_here[worker.name] = {stamp for stamp in told if stamp > event.stamp}
             return
         kind = ApplyError if event.kind == "apply" else RefusedError
         self._fail(Failure(kind, worker.name, event.stamp.number, event.error, event.phase, event.tensor))
 
     def refuse_here(self, worker: str, stamp: Version, error: str, tensor: str = "") -> None:
         """Book what the trainer's own preflight found, so that the worker's later word on it is not told again."""
-        info = self.workers[worker]
+        info = self.workers.get(worker)
+        if info is None:  # it has left meanwhile
+            return
         refused = Refused(
             worker=worker,
             incarnation=info.incarnation,
@@ -152,10 +158,10 @@ class Roster:
             tensor=tensor,
         )
         self.observe(refused)
-        self._refused_here = {m for m in self._refused_here if m[0] != worker} | {(worker, info.incarnation, stamp)}
+        self._refused_here.setdefault(worker, set()).add(stamp)
 
     def _fail(self, failure: Failure) -> None:
-        logger.warning("%s", failure)
+        logger.info("%s", failure)  # whoever calls next is told by an exception
         self.failures.append(failure)
 
     # -- answers -----------------------------------------------------------------------------------------------------
@@ -168,20 +174,25 @@ class Roster:
         worker = self.workers.get(name)
         if worker is None:
             return "lost"
-        if worker.stamp is not None and worker.stamp >= stamp:
+        if worker.stamp is not None and worker.stamp >= stamp and worker.stamp.epoch in self.epochs:
             return "applied"
         if worker.refused is not None and worker.refused.stamp >= stamp:
             return "failed" if worker.refused.kind == "apply" else "refused"
         if worker.stuck:
             return "stuck"
-        return "staged" if worker.staged is not None and worker.staged >= stamp else "sent"
+        staged = worker.staged is not None and worker.staged >= stamp and worker.staged.epoch in self.epochs
+        return "staged" if staged else "sent"
+
+    def stuck(self, names: Iterable[str], stamp: Version) -> list[str]:
+        """Who of ``names`` does not have ``stamp`` and is not waited for."""
+        return [name for name in names if self._state(name, stamp) == "stuck"]
 
     def receipt(self, name: str, stamp: Version) -> Receipt:
         """What is known of one worker and one version."""
         state = self._state(name, stamp)
         worker = self.workers.get(name)
         if worker is None:
-            error = next((f.error for f in self.failures if f.worker == name), "")
+            error = next((f.error for f in self.failures if f.worker == name and f.kind is WorkerLostError), "")
             return Receipt(worker=name, version=stamp.number, state="lost" if error else "left", error=error)
         if state == "applied" and worker.applied is not None:
             done = worker.applied
@@ -215,7 +226,7 @@ class Roster:
                     name,
                     stamp.number,
                     f"not {state} after {seconds:.3g} s; {last}",
-                    "wait" if state else "",
+                    "wait",
                 )
             )
 

@@ -1,11 +1,15 @@
 """What a backend implements: a :class:`Sender`, a :class:`Receiver`, and the :class:`Delivery` that joins them.
 
+A sender is given a :class:`weightwire.weights.payload.Payload`; its ``layout`` (:mod:`weightwire.weights.layout`) says
+what lies where. The hooks that make the two ends are in :mod:`weightwire.hookspecs`; :mod:`weightwire.testing` tries
+them.
+
 A backend only moves bytes and news. Versions, the roster, preflight, digests, all-or-nothing apply, receipts, hooks and
 errors belong to the core and are written once, for every backend.
 
 The contract in five lines:
 
-* every method takes a :class:`Deadline` and returns or raises by then;
+* every method that may wait takes a :class:`Deadline` and returns or raises by then;
 * ``Sender.stage`` has read all of the payload when it returns *or raises*, and asks for ``payload.header`` only when
   the version is about to become visible to a worker (asking for it is what uses up the version's number);
 * a backend keeps the newest full version and the newest subset on top of it, for workers that are slow or come late;
@@ -26,6 +30,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
 import msgspec
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from weightwire.weights.layout import Layout
@@ -112,7 +118,7 @@ NOW = Deadline(float("-inf"))
 """A deadline that has passed: look, do not wait."""
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(NamedTuple):
     """What travels beside the bytes.
 
     ``base`` is set where the payload is a subset: the full version on which it lies. ``digest`` is the xxh3-128 of the
@@ -126,6 +132,18 @@ class Header(msgspec.Struct, frozen=True):
     digest: bytes = b""
     metadata: bytes = b"{}"
     encoding: str = "plain"
+
+
+def bounded(timeout: float | None, default: float = 60.0) -> float:
+    """Seconds that somebody asked for, or else the default. There are no negative or infinite ones: ``ValueError``."""
+    seconds = default if timeout is None else timeout
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST:  # type: ignore[redundant-expr]
+        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds from 0 to {LONGEST:.0f}")
+    return float(seconds)
+
+
+LONGEST = 1e7
+"""Seconds. More than a hundred days are a mistake, and more than some system calls take."""
 
 
 # -- events: worker -> trainer ---------------------------------------------------------------------------------------
@@ -261,7 +279,9 @@ class Delivery:
     Args:
         header: the decoded header.
         blocks: one flat uint8 tensor for each block of the layout, or
-        buffer: one flat uint8 tensor of ``layout.nbytes`` bytes that holds them all at ``layout.starts``.
+        buffer: one flat uint8 tensor of ``layout.nbytes`` bytes that holds them all at ``layout.starts``, or
+        array: the same as a NumPy array that may be written to: each block then has a storage of its own, which keeps
+            the array alive.
         writable: whether the worker may write into the memory without anybody else seeing it.
         memory: any object; two deliveries with the same one (and the same layout) lie at the same addresses, so that
             the core can use its views again. ``None``: never.
@@ -275,6 +295,7 @@ class Delivery:
         *,
         blocks: Sequence[Tensor] | None = None,
         buffer: Tensor | None = None,
+        array: NDArray[np.uint8] | None = None,
         writable: bool = False,
         memory: object | None = None,
         release: Callable[[], None] | None = None,
@@ -284,17 +305,24 @@ class Delivery:
         self.memory = memory
         self._blocks = blocks
         self._buffer = buffer
+        self._array = array
         self._release = release
 
     def tensors(self) -> Sequence[Tensor]:
         """The blocks: flat uint8 tensors, in the order of the layout, each with a storage of its own."""
         if self._blocks is None:
-            assert self._buffer is not None
-            self._blocks = self.header.layout.slice(self._buffer)
+            layout = self.header.layout
+            if self._array is not None:
+                self._blocks = layout.array_blocks(self._array)
+            else:
+                assert self._buffer is not None
+                self._blocks = layout.slice(self._buffer)
         return self._blocks
 
     def views(self) -> list[Tensor]:
         """A typed tensor for each entry of the layout, in its order; ties are views of one block."""
+        if self._array is not None:
+            return self.header.layout.array_views(self._array)
         return self.header.layout.views(self.tensors())
 
     def buckets(self) -> Iterator[tuple[int, Tensor]]:
@@ -349,12 +377,21 @@ class ReceiverContext:
 
 
 class Sender(ABC):
-    """The trainer's end of a backend. All methods are called by one thread at a time."""
+    """The trainer's end of a backend.
+
+    Attributes:
+        endpoint: complete, usable by a worker anywhere the backend reaches, and without secrets.
+        epoch: at least ``context.epoch``, and newer than any epoch that was found at the place. After a clock was set
+            back, a payload may carry a newer one.
+
+    The hook that makes it raises :class:`~weightwire.EndpointInUseError` where another live updater has the place.
+    ``stage`` is called by one thread at a time, and ``events`` too, but both may run at once; ``close`` comes after the
+    last ``stage``, perhaps while a thread is in ``events``, which then returns or raises
+    :class:`~weightwire.ClosedError`.
+    """
 
     endpoint: str
-    """Complete, usable by a worker anywhere the backend reaches, and without secrets."""
     epoch: int
-    """At least ``context.epoch``, and newer than any epoch that was found at the place."""
 
     @abstractmethod
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
@@ -369,7 +406,12 @@ class Sender(ABC):
 
     @abstractmethod
     def events(self, deadline: Deadline) -> list[Event]:
-        """What has happened since the last call, oldest first; waits for something until the deadline, else ``[]``."""
+        """What has happened since the last call, oldest first; waits for something until the deadline, else ``[]``.
+
+        The backend makes all of them: ``Joined`` when a worker is there (from ``context.joined``, with ``have`` as it
+        is then), ``Staged`` when it can apply a version without the trainer, ``Applied`` and ``Refused`` as its
+        receiver reports them, ``Left`` when it said goodbye, ``Lost`` when it is gone without.
+        """
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
@@ -377,20 +419,26 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A worker's end of a backend. All methods but ``close`` are called by one thread."""
+    """A worker's end of a backend. All methods but ``close`` are called by one thread.
+
+    Attributes:
+        connected: whether the trainer is there, as of the last call.
+        closed: whether the trainer said goodbye, and all that it had accepted before was handed out.
+        whereabouts: for errors: where this receiver looks for the trainer, and what it found there.
+
+    A second live worker of one name is refused with :class:`~weightwire.EndpointInUseError`: by the hook that makes the
+    receiver, or by its first ``poll`` that meets the trainer.
+    """
 
     connected: bool = False
-    """Whether the trainer is there, as of the last call."""
     closed: bool = False
-    """Whether the trainer said goodbye."""
     whereabouts: str = ""
-    """For errors: where this receiver looks for the trainer, and what it found there."""
 
     @abstractmethod
     def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
-        """The version that :func:`choose` picks beyond ``have``, or ``None`` at the deadline (``None`` for a
-        deadline: do not wait; cheap enough to be called before every step of a policy) or when ``closed`` becomes
-            true. Reconnects by itself.
+        """The version that :func:`choose` picks beyond ``have``, or ``None`` at the deadline, or when ``closed``
+        becomes true. Reconnects by itself. ``None`` for a deadline: do not wait, and be cheap: it is asked before
+        every step of a policy.
         """
 
     @abstractmethod

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from weightwire import wire
 from weightwire.endpoint import Endpoint, options_for, parse
 from weightwire.errors import (
     ClosedError,
-    PreflightError,
     PushError,
     RefusedError,
     UnknownWorkerError,
@@ -22,17 +24,18 @@ from weightwire.errors import (
     WorkerLostError,
 )
 from weightwire.forks import Origin
+from weightwire.ground import Ground
 from weightwire.observers import Observers
 from weightwire.registry import open_backend, require
-from weightwire.report import PushReport
+from weightwire.report import PushReport, Receipt
 from weightwire.roster import Failure, Roster, WorkerInfo
-from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version
+from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version, bounded
 from weightwire.weights.names import decode_needs, preflight
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
 
 if TYPE_CHECKING:
-    from weightwire.transport import Sender
+    from weightwire.transport import Event, Sender
     from weightwire.weights.layout import Layout
     from weightwire.weights.names import Cast, Rename, Select
 
@@ -81,14 +84,14 @@ class WeightUpdater:
     ) -> None:
         if digest not in ("auto", "on", "off"):
             raise ValueError(f"digest is {digest!r}; it is one of 'auto', 'on', 'off'")
-        if start_version < 0:
+        if not isinstance(start_version, int) or start_version < 0:  # type: ignore[redundant-expr]
             raise ValueError(f"start_version is {start_version}; it is the number of the last version, 0 for none")
         parsed = parse(endpoint)
         self._source = Source(weights, select=select, rename=rename, cast=cast)
         self._backend = open_backend(parsed)
         self._observers = Observers(observers)
         self._digest = digest == "on" or (digest == "auto" and "hosts" in self._backend.info.capabilities)
-        self.timeout = timeout
+        self.timeout = bounded(timeout)
         self._sender: Sender = self._backend.make_sender(
             parsed,
             options_for(parsed, self._backend.info),
@@ -96,12 +99,22 @@ class WeightUpdater:
         )
         self._origin = Origin(f"The updater of {self._sender.endpoint}")
         self._newest = Version(self._sender.epoch, start_version)  # the last number that was used up
+        self._epochs = [
+            (start_version, self._sender.epoch)
+        ]  # from which number on which epoch is ours: one, but for set-back clocks
+        self._floor = 0  # the epoch that the next version must have at least
         self._roster = Roster()
-        self._ground = _Ground()
+        self._roster.epochs.add(self._sender.epoch)
+        self._ground = Ground()
         self._checked: dict[tuple[str, int], tuple[Layout, bool, str]] = {}
-        self._pushing = threading.Lock()
-        self._listening = threading.RLock()
+        self._turn = _Turn(self._origin.what)
+        self._ear = threading.Lock()  # held by the thread that listens to the backend
+        self._books = threading.RLock()  # guards roster and ground
+        self._booked = threading.Condition(self._books)
+        self._heard: list[Event] = []
+        self._size = (0, 0, 0)  # number, tensors and bytes of the newest version
         self._closed = False
+        self._over = False
         self._finalizer = weakref.finalize(self, _abandon, self._sender, self._origin)
 
     # -- what can be read --------------------------------------------------------------------------------------------
@@ -123,11 +136,12 @@ class WeightUpdater:
 
     @property
     def workers(self) -> dict[str, WorkerInfo]:
-        """The workers that are there now, by name: version, state, host, last error."""
+        """The workers that are there now, by name: a :class:`~weightwire.WorkerInfo` with version, state, last
+        error."""
         self._check()
         self._listen(NOW)
-        with self._listening:
-            return {name: WorkerInfo(**_fields(info)) for name, info in self._roster.workers.items()}
+        with self._books:
+            return {name: dataclasses.replace(info) for name, info in self._roster.workers.items()}
 
     # -- push --------------------------------------------------------------------------------------------------------
 
@@ -153,52 +167,65 @@ class WeightUpdater:
             partial: only some names, on top of the last full version.
             timeout: seconds, in all.
             metadata: plain JSON data that travels along; ``receiver.metadata`` there.
-            on_lost: ``"raise"`` a lost worker as :class:`~weightwire.WorkerLostError`, or ``"drop"`` it with a line
-                in the report.
+            on_lost: ``"raise"`` a lost worker as :class:`~weightwire.WorkerLostError`, or ``"drop"`` it with a line in
+                the report.
             allow_empty: let ``wait="applied"`` pass where no worker is there.
 
         Raises:
             PreflightError: the weights cannot be sent (nothing moved, no number used up).
             RefusedError, ApplyError, WorkerLostError, WaitTimeout: after the other workers have the version;
-                ``.report`` tells of each. Also raised, once, for what went wrong after an earlier push returned.
+                ``.report`` tells of each. Where no worker that is there could take it, RefusedError comes before
+                anything is sent. Also raised, once, for what went wrong after an earlier push returned. A worker that
+                missed a deadline is named by WaitTimeout once, and stands as ``stuck`` in reports until it speaks
+                again.
             StorageFullError, UnknownWorkerError, CapabilityError, ClosedError, StaleUpdaterError.
         """
         self._check()
         _one_of("wait", wait, ("none", "staged", "applied"))
         _one_of("on_lost", on_lost, ("raise", "drop"))
-        meta = wire.encode_metadata(metadata or {})
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        with self._pushing:
-            self._listen(NOW)
-            to = self._addressed(workers)
-            if wait == "applied" and not allow_empty and not (self._roster.workers if to is None else to):
-                raise PushError(
-                    f"push(wait='applied') to {self.endpoint}: no worker is there. Wait for one with "
-                    "wait_for_workers(), or say allow_empty=True."
-                )
-            self._observers.before_push(endpoint=self.endpoint, version=self.version + 1, workers=to)
-            payload = self._encode(weights, to, partial, meta)
-            waited = self._stage(payload, to, deadline)
-            return self._settle(payload, waited, wait, deadline, on_lost)
+        meta = wire.encode_metadata(metadata)
+        deadline = Deadline.after(bounded(timeout, self.timeout))
+        try:
+            with self._turn.taken(deadline):
+                self._check()
+                self._listen(NOW)
+                to = self._addressed(workers)
+                if wait == "applied" and not allow_empty:
+                    self._need_somebody("push(wait='applied')")
+                self._observers.before_push(endpoint=self.endpoint, version=self.version + 1, workers=to)
+                payload, refusing = self._encode(weights, to, partial, meta)
+                names = self._stage(payload, to, refusing, deadline)
+                return self._settle(payload, names, wait, deadline, on_lost)
+        finally:
+            if self._closed:  # by a hook, a signal handler or another thread, which did not wait for us
+                self._shut(None)
 
-    def _encode(self, weights: Any, to: frozenset[str] | None, partial: bool, metadata: bytes) -> Payload:
-        """Extract, encode, preflight: everything that can be refused before a byte moves."""
+    def _encode(
+        self, weights: Any, to: frozenset[str] | None, partial: bool, metadata: bytes
+    ) -> tuple[Payload, dict[str, str]]:
+        """Extract, encode, preflight: everything that can be refused before a byte moves. Also, who will refuse it."""
         begun = time.perf_counter()
         state = self._source.extract(weights)
         extracted = time.perf_counter()
-        base = self._ground.base_for(state.layout, to, self._roster.workers) if partial else None
-        stamp = Version(self._newest.epoch, self._newest.number + 1)
-        self._preflight(state.layout, stamp, to, partial)
+        with self._books:
+            if self._floor > self._newest.epoch:
+                self._newest = Version(self._floor, self._newest.number)
+                self._epochs.append((self._newest.number + 1, self._floor))
+                self._roster.epochs.add(self._floor)
+            base = self._ground.base_for(state.layout, to) if partial else None
+            stamp = Version(self._newest.epoch, self._newest.number + 1)
+            refusing = self._preflight(state.layout, stamp, to, partial)
         payload = Payload(state, stamp=stamp, base=base, metadata=metadata, digest=self._digest)
         payload.seconds.update(extract=extracted - begun, encode=time.perf_counter() - extracted)
-        return payload
+        return payload, refusing
 
-    def _preflight(self, layout: Layout, stamp: Version, to: frozenset[str] | None, partial: bool) -> None:
-        """Hold the layout against what each worker said that it needs; refuse where nobody could take it."""
+    def _preflight(self, layout: Layout, stamp: Version, to: frozenset[str] | None, partial: bool) -> dict[str, str]:
+        """Hold the layout against what each worker said that it needs; raises where nobody could take it."""
         refusing: dict[str, str] = {}
-        names = self._roster.workers.keys() if to is None else to
+        workers = self._roster.workers
+        names = [name for name in workers if to is None or name in to]
         for name in names:
-            info = self._roster.workers[name]
+            info = workers[name]
             if info.needs:
                 key = (name, info.incarnation)
                 known = self._checked.get(key)
@@ -208,28 +235,43 @@ class WeightUpdater:
                     refusing[name] = known[2]
         if refusing and len(refusing) == len(names):
             told = "\n".join(f"worker {name!r}: {text}" for name, text in refusing.items())
+            receipts = {
+                name: Receipt(worker=name, version=stamp.number, state="refused", error=text, phase="encode")
+                for name, text in refusing.items()
+            }
             raise RefusedError(
                 f"no worker can take version {stamp.number}; nothing was sent.\n{told}",
+                report=PushReport(version=stamp.number, run=stamp.epoch, receipts=receipts),
                 version=stamp.number,
                 worker=next(iter(refusing)),
                 phase="encode",
             )
-        for name, text in refusing.items():
-            self._roster.refuse_here(name, stamp, text)
+        return refusing
 
-    def _stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> list[str]:
-        """Hand the payload to the backend. The number is used up as soon as the backend has asked for the header."""
+    def _stage(
+        self, payload: Payload, to: frozenset[str] | None, refusing: Mapping[str, str], deadline: Deadline
+    ) -> list[str]:
+        """Hand the payload to the backend; who has to take it. The number is used up as soon as the backend asked for
+        the header."""
         begun, before = time.perf_counter(), sum(payload.seconds.values())
+        done = False
         try:
             self._sender.stage(payload, to, deadline)
+            done = True
         finally:
-            if payload.announced:
-                self._newest = payload.stamp
-                self._ground.book(payload, to)
+            with self._books:
+                if payload.announced:
+                    self._newest = payload.stamp
+                    self._ground.book(payload.stamp, payload.base, payload.layout, to)
+                    for name, text in refusing.items():
+                        self._roster.refuse_here(name, payload.stamp, text)
+                    if not done:  # who has it, if anybody, is not known
+                        self._ground.lose()
             inner = sum(payload.seconds.values()) - before  # phases that the backend has booked itself
             payload.seconds["stage"] = time.perf_counter() - begun - inner
         self._listen(NOW)
-        return list(self._roster.workers if to is None else to)
+        with self._books:
+            return list(self._roster.workers if to is None else to)
 
     def _settle(self, payload: Payload, names: list[str], state: str, deadline: Deadline, on_lost: str) -> PushReport:
         """Wait as asked, write the report, and raise what has to be raised."""
@@ -237,22 +279,31 @@ class WeightUpdater:
         if state != "none":
             self._wait(names, payload.stamp, state, deadline)
         payload.seconds["wait"] = time.perf_counter() - begun
-        with self._listening:
-            receipts = {name: self._roster.receipt(name, payload.stamp) for name in names}
-            failures = self._roster.take_failures()
-        report = PushReport(
-            version=payload.stamp.number,
-            run=payload.stamp.epoch,
-            receipts=receipts,
-            lost=tuple(dict.fromkeys(f.worker for f in failures if f.kind is WorkerLostError)),
-            tensors=len(payload.layout.entries),
-            nbytes=sum(payload.layout.sizes),
-            seconds=dict(payload.seconds),
-            errors=tuple(self._observers.take_errors()),
-        )
+        self._size = (payload.stamp.number, len(payload.layout.entries), sum(payload.layout.sizes))
+        report, failures = self._report(names, payload.stamp, dict(payload.seconds))
         self._observers.after_push(endpoint=self.endpoint, report=report)
         _raise(failures, report, on_lost)
         return report
+
+    def _report(
+        self, names: Iterable[str], stamp: Version, seconds: dict[str, float]
+    ) -> tuple[PushReport, list[Failure]]:
+        """What became of a version so far, and the failures that the caller has to be told of."""
+        with self._books:
+            receipts = {name: self._roster.receipt(name, stamp) for name in names}
+            failures = self._roster.take_failures()
+        number, tensors, nbytes = self._size
+        report = PushReport(
+            version=stamp.number,
+            run=stamp.epoch,
+            receipts=receipts,
+            lost=tuple(dict.fromkeys(f.worker for f in failures if f.kind is WorkerLostError)),
+            tensors=tensors if number == stamp.number else 0,
+            nbytes=nbytes if number == stamp.number else 0,
+            seconds=seconds,
+            errors=tuple(self._observers.take_errors()),
+        )
+        return report, failures
 
     # -- wait --------------------------------------------------------------------------------------------------------
 
@@ -267,84 +318,123 @@ class WeightUpdater:
     ) -> PushReport:
         """Wait until the workers have ``version`` (the newest, where none is given) or a newer one in ``state``.
 
-        Raises what :meth:`push` raises of workers; ``ValueError`` for a version that was never pushed.
+        Raises what :meth:`push` raises of workers; ``ValueError`` for a version that this updater has not pushed.
         """
         self._check()
         _one_of("state", state, ("staged", "applied"))
-        number = self.version if version is None else version
-        if not 0 < number <= self.version:
-            raise ValueError(f"version {number} was not pushed; the newest is {self.version}")
+        _one_of("on_lost", on_lost, ("raise", "drop"))
         begun = time.perf_counter()
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
+        deadline = Deadline.after(bounded(timeout, self.timeout))
+        stamp = self._stamp_of(self.version if version is None else version)
         self._listen(NOW)
         to = self._addressed(workers)
-        stamp = Version(self.run, number)
-        names = list(self._ground.addressed(stamp, self._roster.workers) if to is None else to)
+        with self._books:
+            names = self._ground.addressed(stamp, self._roster.workers) if to is None else list(to)
+        if state == "applied" and not names:
+            self._need_somebody("wait(state='applied')")
         self._wait(names, stamp, state, deadline)
-        with self._listening:
-            receipts = {name: self._roster.receipt(name, stamp) for name in names}
-            failures = self._roster.take_failures()
-        report = PushReport(
-            version=number,
-            run=self.run,
-            receipts=receipts,
-            lost=tuple(dict.fromkeys(f.worker for f in failures if f.kind is WorkerLostError)),
-            seconds={"wait": time.perf_counter() - begun},
-            errors=tuple(self._observers.take_errors()),
-        )
+        report, failures = self._report(names, stamp, {"wait": time.perf_counter() - begun})
         _raise(failures, report, on_lost)
         return report
 
     def wait_for_workers(self, count: int, timeout: float | None = None) -> list[str]:
         """Wait until at least ``count`` workers have joined; their names. Raises :class:`~weightwire.WaitTimeout`."""
         self._check()
-        seconds = self.timeout if timeout is None else timeout
+        seconds = bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
         self._listen(NOW)
-        while len(self._roster.workers) < count:
+        while True:
+            with self._books:
+                there = sorted(self._roster.workers)
+            if len(there) >= count:
+                return there
+            self._check()
             if deadline.expired:
-                there = ", ".join(sorted(self._roster.workers)) or "nobody"
                 raise WaitTimeout(
-                    f"waited {seconds:.3g} s for {count} workers at {self.endpoint} to join; there: {there}",
+                    f"waited {seconds:.3g} s for {count} workers at {self.endpoint} to join; there: "
+                    f"{', '.join(there) or 'nobody'}",
                     phase="wait",
                 )
             self._listen(deadline.sooner(SLICE))
-        return sorted(self._roster.workers)
 
     def _wait(self, names: list[str], stamp: Version, state: str, deadline: Deadline) -> None:
         """Listen until nobody of ``names`` is pending, or the deadline; those who miss it are marked as stuck."""
         begun = time.monotonic()
-        while pending := self._roster.pending(names, stamp, state):
+        while True:
+            with self._books:
+                pending = self._roster.pending(names, stamp, state)
+                if not pending and state == "applied":
+                    stuck = self._roster.stuck(names, stamp)
+                    if stuck and len(stuck) == len(names):  # nobody was waited for, and nobody has it
+                        self._roster.time_out(stuck, stamp, state, 0.0)
+                if pending and deadline.expired:
+                    self._roster.time_out(pending, stamp, state, time.monotonic() - begun)
+                    pending = []
+            if not pending:
+                return
             if self._closed:
                 raise ClosedError(
                     f"the updater of {self.endpoint} was closed while somebody waited for {', '.join(pending)}"
                 )
-            if deadline.expired:
-                with self._listening:
-                    self._roster.time_out(pending, stamp, state, time.monotonic() - begun)
-                return
             self._listen(deadline.sooner(SLICE))
-        stuck = [name for name in names if name in self._roster.workers and self._roster.workers[name].stuck]
-        if state == "applied" and stuck and len(stuck) == len(names):
-            with self._listening:
-                self._roster.time_out(stuck, stamp, state, 0.0)
 
     def _listen(self, deadline: Deadline) -> None:
-        """Take the backend's events into the roster and tell the observers."""
-        with self._listening:
-            for event in self._sender.events(deadline):
+        """Have the backend's events booked, by this thread or by one that listens already; waits until the deadline.
+
+        Python may raise what a signal handler raises (Ctrl-C) whenever a call returns; so what a call gives and must
+        not be lost is stored by the same call into C that makes it.
+        """
+        mine: list[bool] = []
+        try:
+            mine.extend(map(self._ear.acquire, (False,)))
+            if mine[0]:
+                self._heard.extend(chain.from_iterable(map(self._sender.events, (deadline,))))
+                if self._heard:
+                    self._book()
+            elif not deadline.expired:
+                with self._books:
+                    self._booked.wait(deadline.sooner(SLICE).remaining)
+        finally:
+            if mine and mine[0]:
+                self._ear.release()
+
+    def _book(self) -> None:
+        """Take what was heard into the roster, and tell the observers."""
+        with self._books:
+            while self._heard:
+                event = self._heard[0]
                 if isinstance(event, Joined) and event.have.stamp and event.have.stamp.epoch > self._newest.epoch:
                     # A worker has weights of a newer epoch than ours: this clock was set back since. Go beyond it.
-                    self._newest = Version(event.have.stamp.epoch + 1, self._newest.number)
+                    self._floor = max(self._floor, event.have.stamp.epoch + 1)
                 self._roster.observe(event)
-                if isinstance(event, Joined):
-                    self._observers.worker_joined(
-                        endpoint=self.endpoint, worker=event.worker, host=event.host, pid=event.pid
-                    )
-                elif isinstance(event, (Lost, Left)):
+                if isinstance(event, (Joined, Lost, Left)):
                     self._checked = {key: value for key, value in self._checked.items() if key[0] != event.worker}
-                    reason = event.reason if isinstance(event, Lost) else ""
-                    self._observers.worker_lost(endpoint=self.endpoint, worker=event.worker, reason=reason)
+                    self._ground.forget(event.worker)
+                del self._heard[0]
+                self._tell(event)
+            self._booked.notify_all()
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Joined):
+            self._observers.worker_joined(endpoint=self.endpoint, worker=event.worker, host=event.host, pid=event.pid)
+        elif isinstance(event, (Lost, Left)):
+            reason = event.reason if isinstance(event, Lost) else ""
+            self._observers.worker_lost(endpoint=self.endpoint, worker=event.worker, reason=reason)
+
+    def _stamp_of(self, number: int) -> Version:
+        first = self._epochs[0][0]
+        if not first < number <= self.version:
+            newest = f"the newest is {self.version}" if self.version > first else "it has pushed none yet"
+            raise ValueError(f"version {number} was not pushed by this updater; {newest}")
+        return Version(max(epoch for start, epoch in self._epochs if start <= number), number)
+
+    def _need_somebody(self, call: str) -> None:
+        with self._books:
+            if not self._roster.workers:
+                raise PushError(
+                    f"{call} at {self.endpoint}: no worker is there. Wait for one with wait_for_workers(), or push "
+                    "with allow_empty=True."
+                )
 
     def _addressed(self, workers: Iterable[str] | None) -> frozenset[str] | None:
         if workers is None:
@@ -352,38 +442,46 @@ class WeightUpdater:
         if isinstance(workers, str):
             raise TypeError(f"workers is the text {workers!r}; it takes a list of names: [{workers!r}]")
         names = frozenset(workers)
-        unknown = sorted(names - self._roster.workers.keys())
+        with self._books:
+            there = sorted(self._roster.workers)
+        unknown = sorted(map(repr, names.difference(there)))
         if unknown or not names:
-            there = ", ".join(sorted(self._roster.workers)) or "nobody"
-            asked = ", ".join(map(repr, unknown)) or "an empty list"
-            raise UnknownWorkerError(f"workers names {asked}, not among those at {self.endpoint}: {there}")
+            raise UnknownWorkerError(
+                f"workers names {', '.join(unknown) or 'nobody'}, where a worker at {self.endpoint} is wanted; there: "
+                f"{', '.join(there) or 'nobody'}"
+            )
         require(self._backend, "subset_workers")
         return names
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None) -> None:
-        """Let go what was accepted, say goodbye to the workers, free everything. Idempotent.
+        """Let go what was accepted, say goodbye to the workers, free everything. Idempotent. The goodbye is final:
+        receivers are ``closed`` then, and a later updater at this place meets new ones only.
 
         Raises, once, what went wrong since the last call and was not told yet; everything is freed all the same.
+        Within a push of the same thread (a hook, a signal handler) it takes effect when that push has ended.
         """
         failures = self._shut(timeout)
-        report = PushReport(
-            version=self.version, run=self.run, lost=tuple(f.worker for f in failures if f.kind is WorkerLostError)
-        )
-        _raise(failures, report, "raise")
+        lost = tuple(dict.fromkeys(failure.worker for failure in failures if failure.kind is WorkerLostError))
+        _raise(failures, PushReport(version=self.version, run=self.run, lost=lost), "raise")
 
     def _shut(self, timeout: float | None) -> list[Failure]:
-        if self._closed or not self._origin.here:
+        if self._over or not self._origin.here:
             return []
         self._closed = True  # first, so that whoever waits in another thread stops
-        with self._pushing, self._listening:
-            self._finalizer.detach()
-            try:
-                self._listen(NOW)
-            finally:
-                self._sender.close(Deadline.after(min(self.timeout, 10.0) if timeout is None else timeout))
-            return self._roster.take_failures()
+        deadline = Deadline.after(bounded(timeout, min(self.timeout, 10.0)))
+        if self._turn.mine:
+            return []
+        with self._turn.taken(deadline):
+            if not self._over:
+                with suppress(ClosedError):
+                    self._listen(NOW)
+                self._sender.close(deadline)
+                self._over = True
+                self._finalizer.detach()
+            with self._books:
+                return self._roster.take_failures()
 
     def __enter__(self) -> WeightUpdater:
         return self
@@ -395,7 +493,8 @@ class WeightUpdater:
         self._shut(None)  # an error is on its way already; what the roster still had was logged
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._roster.workers)} workers"
+        count = len(self._roster.workers)
+        state = "closed" if self._closed else f"{count} worker{'s' * (count != 1)}"
         return f"<WeightUpdater {self.endpoint} version {self.version}, {state}>"
 
     def _check(self) -> None:
@@ -404,67 +503,33 @@ class WeightUpdater:
             raise ClosedError(f"the updater of {self.endpoint} is closed; make a new one to push")
 
 
-class _Ground:
-    """Which full version subsets lie on, for whom, and which names they must cover (design, section 7)."""
+class _Turn:
+    """Pushes come one at a time; waiting for one's turn is bounded, and Ctrl-C never leaves it taken."""
 
-    def __init__(self) -> None:
-        self.all: Version | None = None  # newest full version addressed to everybody
-        self.some: dict[str, Version] = {}  # newer ones, addressed to some
-        self.layouts: dict[Version, Layout] = {}
-        self.covered: dict[Version, set[str]] = {}  # names of the subsets so far, by base
-        self.to: dict[Version, frozenset[str]] = {}  # recent versions that were addressed to some
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._owner: int | None = None
 
-    def base_for(self, layout: Layout, to: frozenset[str] | None, workers: Mapping[str, WorkerInfo]) -> Version:
-        """The base of a subset for these workers. Raises :class:`PreflightError` that says what to push instead."""
-        bases = {self.some.get(name, self.all) for name in (workers if to is None else to)}
-        if to is None:
-            bases |= {self.all}
-        if None in bases:
-            raise PreflightError("push(partial=True) needs a full version to lie on: push a full one first")
-        if len(bases) > 1:
-            numbers = sorted(base.number for base in bases if base)
-            raise PreflightError(
-                f"push(partial=True) to workers whose last full versions differ ({numbers}): push a full one to all of "
-                "them first"
-            )
-        (base,) = bases
-        assert base is not None
-        full = self.layouts[base]
-        unknown = [name for name in layout.names if name not in full.index]
-        if unknown:
-            raise PreflightError(
-                f"push(partial=True) brings names that full version {base.number} lacks: {_some(unknown)}; "
-                "push a full one"
-            )
-        left_out = sorted(self.covered.get(base, set()) - layout.index.keys())
-        if left_out:
-            raise PreflightError(
-                f"push(partial=True) leaves out names of earlier subsets on version {base.number}: {_some(left_out)}; "
-                "include them, or push a full version"
-            )
-        return base
+    @property
+    def mine(self) -> bool:
+        return self._owner == threading.get_ident()
 
-    def book(self, payload: Payload, to: frozenset[str] | None) -> None:
-        """A version became visible."""
-        stamp, layout = payload.stamp, payload.layout
-        if payload.base is not None:
-            self.covered.setdefault(payload.base, set()).update(layout.names)
-        elif to is None:
-            self.all, self.some, self.layouts, self.covered = stamp, {}, {stamp: layout}, {}
-        else:
-            self.some.update(dict.fromkeys(to, stamp))
-            self.layouts[stamp] = layout
-            live = {self.all, *self.some.values()}
-            self.layouts = {base: kept for base, kept in self.layouts.items() if base in live}
-            self.covered = {base: kept for base, kept in self.covered.items() if base in live}
-        if to is not None:
-            self.to[stamp] = to
-            while len(self.to) > 1000:
-                del self.to[next(iter(self.to))]
-
-    def addressed(self, stamp: Version, workers: Mapping[str, WorkerInfo]) -> Iterable[str]:
-        """Who of ``workers`` a version was meant for."""
-        return self.to.get(stamp, workers) if stamp in self.to else workers
+    @contextmanager
+    def taken(self, deadline: Deadline) -> Iterator[None]:
+        if self.mine:
+            raise RuntimeError(f"{self._what} is in the middle of a push of this thread; one cannot be within another")
+        got: list[bool] = []  # filled by the call that takes the lock, so that no interrupt comes in between
+        try:
+            got.extend(map(self._lock.acquire, (True,), (deadline.remaining,)))
+            if not got[0]:
+                raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            if got and got[0]:
+                self._owner = None
+                self._lock.release()
 
 
 def _misfit(layout: Layout, info: WorkerInfo, *, subset: bool) -> str:
@@ -503,15 +568,6 @@ def _abandon(sender: Sender, origin: Origin) -> None:
             logger.debug("closing %s failed", sender.endpoint, exc_info=True)
 
 
-def _fields(info: WorkerInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in info.__dataclass_fields__}
-
-
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{option} is {value!r}; it is one of {', '.join(map(repr, choices))}")
-
-
-def _some(names: Sequence[str], most: int = 10) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

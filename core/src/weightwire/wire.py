@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -504,7 +504,28 @@ def _same(value: Any, other: Any) -> bool:
 _EVENTS = msgspec.msgpack.Decoder(Event)
 _LABELS = ("worker", "host", "kind", "phase", "digest")
 _TEXTS = {"error": MAX_TEXT, "reason": MAX_TEXT, "tensor": MAX_NAME}
+_COUNTED = ("notes", "seconds")
 _MAX_NOTES = 256
+
+
+class _Bounded(NamedTuple):
+    """The fields of one kind of event that have bounds."""
+
+    labels: tuple[str, ...]
+    texts: tuple[tuple[str, int], ...]
+    counted: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kind: type[msgspec.Struct]) -> _Bounded:
+        fields = kind.__struct_fields__
+        return cls(
+            tuple(field for field in _LABELS if field in fields),
+            tuple((field, limit) for field, limit in _TEXTS.items() if field in fields),
+            tuple(field for field in _COUNTED if field in fields),
+        )
+
+
+_BOUNDED = {kind: _Bounded.of(kind) for kind in get_args(Event)}
 
 
 def encode_event(event: Event) -> bytes:
@@ -512,8 +533,8 @@ def encode_event(event: Event) -> bytes:
     needs = b""
     if isinstance(event, Joined):  # what the worker needs may be long: it travels behind the head, which stays small
         needs, event = event.needs, msgspec.structs.replace(event, needs=b"")
-    for field, limit in _TEXTS.items():
-        if text := getattr(event, field, ""):
+    for field, limit in _BOUNDED[type(event)].texts:
+        if text := getattr(event, field):
             event = msgspec.structs.replace(event, **{field: _sendable(text, limit)})
     _check_event(event)
     head = _encode("event", event)
@@ -537,16 +558,18 @@ def decode_event(data: bytes | bytearray | memoryview) -> Event:
 
 
 def _check_event(event: Event) -> None:
-    for field in _LABELS:
-        label = getattr(event, field, "")
+    bounded = _BOUNDED[type(event)]
+    for field in bounded.labels:
+        label = getattr(event, field)
         if len(label) > MAX_LABEL or _has_control(label):
             raise WireError(f"event: {field} has control characters, or more than {MAX_LABEL} of any: {label!r:.100}")
     if not event.worker:
         raise WireError("event: nobody's: the worker's name is empty")
-    if any(len(getattr(event, field, "")) > limit for field, limit in _TEXTS.items()):
-        raise WireError("event: a text is too long")
-    for field in ("notes", "seconds"):
-        if len(getattr(event, field, ())) > _MAX_NOTES:
+    for field, limit in bounded.texts:
+        if len(getattr(event, field)) > limit:
+            raise WireError(f"event: its {field} is too long")
+    for field in bounded.counted:
+        if len(getattr(event, field)) > _MAX_NOTES:
             raise WireError(f"event: more than {_MAX_NOTES} {field}")
 
 
@@ -559,4 +582,4 @@ def _sendable(text: str, limit: int) -> str:
 
 
 def _has_control(text: str) -> bool:
-    return any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text)
+    return not text.isprintable() and any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text)

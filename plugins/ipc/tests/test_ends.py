@@ -20,6 +20,8 @@ from weightwire.errors import ClosedError, DigestError, EndpointInUseError, Stor
 from weightwire.transport import Applied, Deadline, Have, Joined, Left, Lost, Refused, Staged, Version
 
 SOON, NOW = Deadline.after, Deadline.after(0)
+MAPPED = 300_000
+"""Elements of a payload that is not copied in ``alias`` mode, small as it is."""
 
 
 def at(stamp: Version, base: Version | None = None) -> Have:
@@ -146,10 +148,10 @@ def test_a_delivery_does_not_change_while_newer_versions_arrive(bench: Any) -> N
     held = []
     for apply in ("copy", "alias"):
         receiver = bench.receiver(apply, apply=apply)
-        bench.stage(sender, 1)
+        bench.stage(sender, 1, size=MAPPED)
         held.append(receiver.poll(Have(), SOON(5)))
     for number in range(2, 12):
-        bench.stage(sender, number)
+        bench.stage(sender, number, size=MAPPED)
     assert [value(delivery) for delivery in held] == [1, 1]
     assert len(sender._slots) <= 4
 
@@ -182,22 +184,22 @@ def test_larger_and_smaller_versions(bench: Any) -> None:
 
 def test_no_free_slot_names_the_holder_and_the_phase_and_passes(bench: Any) -> None:
     sender, receiver = bench.sender(max_slots=2), bench.receiver("holder", apply="alias")
-    bench.stage(sender, 1)
+    bench.stage(sender, 1, size=MAPPED)
     kept = receiver.poll(Have(), SOON(5)).views()
-    bench.stage(sender, 2)
+    bench.stage(sender, 2, size=MAPPED)
     with pytest.raises(WaitTimeout, match=r"version 3 .* 0\.2.* s: all 2 are in use by holder") as caught:
-        bench.stage(sender, 3, timeout=0.2)
+        bench.stage(sender, 3, timeout=0.2, size=MAPPED)
     assert (caught.value.phase, caught.value.worker, caught.value.version) == ("stage", "holder", 3)
     assert (kept[0] == 1).all()
     del kept
     gc.collect()
-    stamp = bench.stage(sender, 3)
+    stamp = bench.stage(sender, 3, size=MAPPED)
     assert receiver.poll(at(Version(stamp.epoch, 1)), SOON(5)).header.stamp == stamp
 
 
 def test_a_lease_ends_when_the_last_view_dies(bench: Any) -> None:
     sender, receiver = bench.sender(max_slots=2), bench.receiver(apply="alias")
-    bench.stage(sender, 1)
+    bench.stage(sender, 1, size=MAPPED)
     delivery = receiver.poll(Have(), SOON(5))
     views = delivery.views()
     assert len({view.untyped_storage().data_ptr() for view in views}) == 2, "each has a storage of its own"
@@ -205,23 +207,34 @@ def test_a_lease_ends_when_the_last_view_dies(bench: Any) -> None:
     part = views[0][10:20].view(2, 5)
     delivery.release()
     del delivery, views
-    bench.stage(sender, 2)
+    bench.stage(sender, 2, size=MAPPED)
     with pytest.raises(WaitTimeout):
-        bench.stage(sender, 3, timeout=0.05)
+        bench.stage(sender, 3, timeout=0.05, size=MAPPED)
     assert (part == 1).all()
     del part
-    bench.stage(sender, 3)
+    bench.stage(sender, 3, size=MAPPED)
 
 
-@pytest.mark.parametrize("apply", ["copy", "alias"])
-def test_stray_writes_reach_nobody_not_even_the_next_version(bench: Any, apply: str) -> None:
+def test_a_small_payload_is_copied_and_holds_no_lease(bench: Any) -> None:
+    sender, receiver = bench.sender(max_slots=2), bench.receiver(apply="alias")
+    bench.stage(sender, 1)
+    views = receiver.poll(Have(), SOON(5)).views()
+    assert len({view.untyped_storage().data_ptr() for view in views}) == 2, "each has a storage of its own"
+    for number in range(2, 6):
+        bench.stage(sender, number, timeout=0)
+    assert (views[0] == 1).all()
+
+
+@pytest.mark.parametrize("size", [100, MAPPED])
+def test_stray_writes_reach_nobody_not_even_the_next_version(bench: Any, size: int) -> None:
     sender = bench.sender()
-    vandal, witness = bench.receiver("vandal", apply=apply), bench.receiver("witness")
+    vandal, witness = bench.receiver("vandal", apply="alias"), bench.receiver("witness")
     have = Have()
     for number in range(1, 8):
-        bench.stage(sender, number)
+        bench.stage(sender, number, size=size)
         deliveries = [receiver.poll(have, SOON(5)) for receiver in (vandal, witness)]
         assert [value(delivery) for delivery in deliveries] == [number, number]
+        assert [delivery.writable for delivery in deliveries] == [True, False]
         for view in deliveries[0].views():
             view.fill_(99)
         del view
@@ -247,17 +260,17 @@ def test_one_slot_has_one_address_in_copy_mode(bench: Any) -> None:
 
 def test_weights_live_on_when_the_receiver_closes(bench: Any) -> None:
     sender, receiver = bench.sender(max_slots=2), bench.receiver(apply="alias")
-    bench.stage(sender, 1, size=100_000)
+    bench.stage(sender, 1, size=MAPPED)
     views = receiver.poll(Have(), SOON(5)).views()
     receiver.close(SOON(1))
     for number in range(2, 6):
-        bench.stage(sender, number, size=100_000)
+        bench.stage(sender, number, size=MAPPED)
     assert (views[0] == 1).all()
 
 
 def test_weights_live_on_when_the_trainer_closes(bench: Any) -> None:
     sender, receiver = bench.sender(), bench.receiver(apply="alias")
-    bench.stage(sender, 1)
+    bench.stage(sender, 1, size=MAPPED)
     views = receiver.poll(Have(), SOON(5)).views()
     sender.close(SOON(1))
     assert receiver.poll(at(Version(sender.epoch, 1)), SOON(1)) is None
@@ -444,7 +457,7 @@ def run_interrupted(call: Callable[[], object], steps: int) -> bool:
 
 def test_a_forked_child_owns_nothing(bench: Any, gather: Callable[..., Any]) -> None:
     sender, receiver = bench.sender(), bench.receiver(apply="alias")
-    stamp = bench.stage(sender, 1)
+    stamp = bench.stage(sender, 1, size=MAPPED)
     delivery = receiver.poll(Have(), SOON(5))
     child = os.fork()
     if not child:
@@ -464,7 +477,7 @@ def test_a_forked_child_owns_nothing(bench: Any, gather: Callable[..., Any]) -> 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     applied(receiver, stamp)
     gather(sender, lambda e: isinstance(e, Applied))
-    second = bench.stage(sender, 2)
+    second = bench.stage(sender, 2, size=MAPPED)
     assert value(delivery) == 1
     assert receiver.poll(at(stamp), SOON(5)).header.stamp == second
 

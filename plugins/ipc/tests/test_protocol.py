@@ -107,6 +107,21 @@ def test_unread_is_told(pair: Pair) -> None:
     assert not left.unread
 
 
+def test_a_ring_wakes_and_says_nothing(pair: Pair) -> None:
+    left, right, _ = pair
+    left.ring()
+    assert not right.drain(1), "there may be more"
+    assert list(right.messages()) == []
+    left.send(Goodbye())
+    left.ring()
+    assert heard(right) == [Goodbye()]
+    assert right.drain(1), "this was all"
+    for _ in range(10_000):  # more than its socket takes
+        left.ring()
+    right.close()
+    left.ring()
+
+
 def test_try_send_sends_now_or_never(pair: Pair) -> None:
     left, right, _ = pair
     left.widen(4096)

@@ -7,17 +7,21 @@ entries over one block, so that ties travel once and come out tied. Blocks start
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from weightwire.weights.dtypes import DTYPES, torch_dtype
 
 if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 __all__ = ["ALIGNMENT", "Entry", "Layout", "aligned", "dense_strides", "extent", "view"]
@@ -102,6 +106,46 @@ class Layout(msgspec.Struct, frozen=True, dict=True, eq=True):
             if first < last:
                 yield block, first, last
 
+    def array_blocks(self, array: NDArray[np.uint8]) -> list[Tensor]:
+        """Cut a packed flat uint8 array into its blocks. Each has a storage of its own, which keeps the array alive."""
+        import torch
+
+        return [torch.from_numpy(array[start : start + size]) for start, size in zip(self.starts, self.sizes)]
+
+    def array_views(self, array: NDArray[np.uint8]) -> list[Tensor]:
+        """A typed tensor for each entry over a packed flat uint8 array. Each block has a storage of its own, which
+        keeps the array alive."""
+        import torch
+
+        shape_as, tensor_of, cuts = np.ndarray, torch.from_numpy, self._cuts
+        # All in NumPy, where that can be: a view made by torch costs several times as much.
+        tensors = [tensor_of(shape_as(shape, carrier, array, start)) for shape, carrier, start in cuts.arrays]
+        for position, dtype in cuts.recast:
+            tensors[position] = tensors[position].view(dtype)
+        if cuts.odd:
+            blocks = {self.entries[position].block: tensors[position] for position in cuts.odd}
+            for position in cuts.odd:
+                entry = self.entries[position]
+                tensors[position] = view(entry, blocks[entry.block])
+        return tensors
+
+    @cached_property
+    def _cuts(self) -> _Cuts:
+        users = Counter(entry.block for entry in self.entries)
+        cuts = _Cuts([], [], [])
+        for position, entry in enumerate(self.entries):
+            start = self.starts[entry.block]
+            if entry.strides or users[entry.block] > 1:
+                cuts.odd.append(position)
+                cuts.arrays.append(((self.sizes[entry.block],), np.dtype(np.uint8), start))
+                continue
+            plain = entry.dtype in _IN_NUMPY
+            if not plain:
+                cuts.recast.append((position, torch_dtype(entry.dtype)))
+            carrier = np.dtype(entry.dtype if plain else _CARRIERS[DTYPES[entry.dtype]])
+            cuts.arrays.append((entry.shape, carrier, start + entry.offset))
+        return cuts
+
     def slice(self, buffer: Tensor) -> list[Tensor]:
         """Cut a packed flat uint8 tensor into its blocks. They share the buffer's storage."""
         return [buffer[start : start + size] for start, size in zip(self.starts, self.sizes)]
@@ -109,6 +153,24 @@ class Layout(msgspec.Struct, frozen=True, dict=True, eq=True):
     def views(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """A typed tensor for each entry over flat uint8 blocks. Entries of one block share its storage."""
         return [view(entry, blocks[entry.block]) for entry in self.entries]
+
+
+class _Cuts(NamedTuple):
+    """How a layout's tensors are cut out of an array."""
+
+    arrays: list[tuple[tuple[int, ...], np.dtype[Any], int]]
+    """For each entry: shape, dtype, first byte."""
+    recast: list[tuple[int, torch.dtype]]
+    """Positions whose dtype NumPy lacks, and that dtype."""
+    odd: list[int]
+    """Positions that share a block or are strided; their array is the whole block."""
+
+
+_IN_NUMPY = frozenset(
+    "float64 float32 float16 complex128 complex64 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
+)
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32"}
+"""Bytes an element -> the dtype in place of one that NumPy lacks."""
 
 
 def view(entry: Entry, block: Tensor) -> Tensor:

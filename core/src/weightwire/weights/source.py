@@ -11,7 +11,7 @@ from weightwire.weights.dtypes import DTYPES, dtype_name
 from weightwire.weights.layout import extent
 from weightwire.weights.names import SHOWN, NameMap
 from weightwire.weights.plan import Plan, make_plan
-from weightwire.weights.walk import Signature, Trail, is_dtensor, is_state, names_of, signature, unchanged, walk
+from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_dtensor, is_state, names_of, signature, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,15 +58,16 @@ class Source:
             weights = self._weights
         if callable(weights) and not is_state(weights):
             mine, weights = False, weights()
-        trace, leaves = self._trail.walk() if mine else walk(weights)
+        found = self._trail.walk() if mine else walk(weights)
         for known in self._known:
-            tensors = known.look(trace, leaves)
+            tensors = known.look(found)
             if tensors is not None:
                 return State(known.plan, tensors)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return self._build(trace, leaves)
+            return self._build(found)
 
-    def _build(self, trace: list[Any], leaves: list[Any]) -> State:
+    def _build(self, found: Walk) -> State:
+        trace, leaves, _ = found
         names = names_of(trace)
         if not names:
             raise PreflightError("the weights are empty: there is not a single tensor in them")
@@ -84,7 +85,7 @@ class Source:
         except WireError as exc:
             raise PreflightError(f"these weights cannot be sent: {exc}") from exc
         others = [known for known in self._known if known.plan is not plan and known.trace != trace]
-        self._known = [_Known(plan, trace, leaves, positions, tensors), *others[:_KEPT]]
+        self._known = [_Known(plan, found, positions, tensors), *others[:_KEPT]]
         return State(plan, tensors)
 
 
@@ -95,36 +96,37 @@ _KEPT = 3
 class _Known:
     """A state as it was when its plan was made, without its tensors."""
 
-    def __init__(
-        self, plan: Plan, trace: list[Any], leaves: list[Any], positions: list[int], tensors: list[Tensor]
-    ) -> None:
+    def __init__(self, plan: Plan, found: Walk, positions: list[int], tensors: list[Tensor]) -> None:
         self.plan = plan
-        self.trace = trace
-        self._types = list(map(type, leaves))
+        self.trace, leaves, self._types = found
         self._positions = None if positions == list(range(len(leaves))) else positions
         self._odd = [n for n, position in enumerate(positions) if not _is_tensor(leaves[position])]
         self._sharded = [n for n, tensor in enumerate(tensors) if is_dtensor(tensor)]
         self._specs = _specs(tensors, self._sharded)
         self._bits = _bits(tensors, plan.tied)
         self._signature: Signature = signature(self._local(tensors), strides=bool(plan.tied))
+        self._guard = Guard()
 
-    def look(self, trace: list[Any], leaves: list[Any]) -> list[Tensor] | None:
+    def look(self, found: Walk) -> list[Tensor] | None:
         """The tensors, where this plan is good for them."""
-        if (trace is not self.trace and trace != self.trace) or list(map(type, leaves)) != self._types:
+        trace, leaves, types = found
+        if (trace is not self.trace and trace != self.trace) or (types is not self._types and types != self._types):
             return None
+        self.trace, self._types = trace, types  # which compare faster with themselves, next time
         tensors = leaves if self._positions is None else [leaves[position] for position in self._positions]
         if self._odd:
             tensors = list(tensors)
             for n in self._odd:
-                found = _tensor(tensors[n])
-                if isinstance(found, str):  # what is wrong with it; whoever builds anew can name it
+                tensor = _tensor(tensors[n])
+                if isinstance(tensor, str):  # what is wrong with it; whoever builds anew can name it
                     return None
-                tensors[n] = found
+                tensors[n] = tensor
         local = self._local(tensors)
-        if not unchanged(self._signature, local) and not self._moved(local):
+        if not self._guard.unchanged(self._signature, local) and not self._moved(local):
             return None
-        same = _bits(tensors, self.plan.tied) == self._bits and _specs(tensors, self._sharded) == self._specs
-        return tensors if same else None
+        if self._bits and _bits(tensors, self.plan.tied) != self._bits:
+            return None
+        return None if self._sharded and _specs(tensors, self._sharded) != self._specs else tensors
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors look as they did, and lie apart elsewhere: what a function makes anew for each push."""
@@ -146,7 +148,7 @@ class _Known:
         )
         if any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)):
             return False
-        self._signature = found
+        self._signature = self._signature._replace(addresses=found.addresses)
         return True
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -27,7 +27,7 @@ from weightwire.weights.slots import (
     same_bits,
 )
 from weightwire.weights.target import Target
-from weightwire.weights.walk import Signature, Trail, Walk, is_state, names_of, signature, walk
+from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_state, names_of, signature, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,7 @@ class _Seen:
 
     def __init__(self, found: Walk, slots: Mapping[int, Slot], names: NameMap) -> None:
         self.trace = found.trace
-        self.types = list(map(type, found.leaves))
+        self.types = found.types
         self.plain = [leaf for leaf, slot in slots.items() if slot.kind == PLAIN]
         self.arrays = [leaf for leaf, slot in slots.items() if slot.kind == ARRAY]
         self.others = [leaf for leaf, slot in slots.items() if slot.kind not in (PLAIN, ARRAY)]
@@ -152,23 +152,27 @@ class _Seen:
             tuple(slot.shape for slot in slots.values()),
             names,
         )
-        self.look = self._look_at(found.leaves)
+        self.look = _Look(signature(self._tensors(found.leaves)), *self._rest(found.leaves))
+        self._guard = Guard()
         self._fits: dict[int, tuple[Layout, _Use, Fit]] = {}
 
     def holds(self, found: Walk) -> bool:
         """Whether the target still looks as it did."""
-        if (found.trace is not self.trace and found.trace != self.trace) or list(map(type, found.leaves)) != self.types:
+        trace, leaves, types = found
+        if (trace is not self.trace and trace != self.trace) or (types is not self.types and types != self.types):
             return False
-        try:
-            return self._look_at(found.leaves) == self.look
-        except RuntimeError:  # a tensor that has no address any more
+        self.trace, self.types = trace, types  # which compare faster with themselves, next time
+        if self.special and self._rest(leaves) != self.look[1:]:
             return False
+        return self._guard.unchanged(self.look.tensors, self._tensors(leaves))
 
-    def _look_at(self, leaves: Sequence[Any]) -> _Look:
-        plain = leaves if len(self.plain) == len(leaves) else [leaves[leaf] for leaf in self.plain]
+    def _tensors(self, leaves: list[Any]) -> list[Any]:
+        return leaves if len(self.plain) == len(leaves) else [leaves[leaf] for leaf in self.plain]
+
+    def _rest(self, leaves: list[Any]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """What is no plain tensor: the facts of arrays, and of others."""
         arrays = [leaves[leaf] for leaf in self.arrays]
-        return _Look(
-            signature(plain),
+        return (
             [(id(array), array.shape, array.strides, array.dtype) for array in arrays],
             [_facts(leaves[leaf]) for leaf in self.others],
         )
@@ -185,6 +189,8 @@ class _Seen:
             column = self.columns[leaf]
             look.addresses[column] = address
             look.strides[column] = stride
+        if look.strides == old.strides:
+            look = look._replace(strides=old.strides)  # the same list: what was made for it stays good
         facts = list(self.look.arrays)
         for place, leaf in enumerate(self.arrays if arrays else ()):
             if leaf in arrays:

@@ -16,7 +16,7 @@ from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
 from weightwire.weights.layout import view
 from weightwire.weights.names import NameMap, Needs, match
 from weightwire.weights.slots import bits, normal, overlaps_itself, put, quietly, same_bits
-from weightwire.weights.walk import Signature, is_state, signature, unchanged
+from weightwire.weights.walk import Guard, Signature, is_state, signature
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +153,7 @@ class OwnedTarget(Target):
         self._alias = alias
         self._full: tuple[Version, dict[str, Tensor]] | None = None  # the newest full version that was prepared
         self._made: tuple[Layout, Signature, dict[str, Tensor]] | None = None
+        self._guard = Guard()
 
     def needs(self) -> bytes:
         return b""
@@ -168,7 +169,7 @@ class OwnedTarget(Target):
         made, steps = self._made, []
         if self._alias:
             tensors = taken.cast(views)
-        elif made is not None and made[0] is header.layout and unchanged(made[1], list(made[2].values())):
+        elif made is not None and made[0] is header.layout and self._guard.unchanged(made[1], list(made[2].values())):
             tensors, steps = made[2], [_copy(made[2], taken, views)]
         else:
             tensors = _own(header.layout, taken, views)

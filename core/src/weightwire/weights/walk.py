@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 __all__ = [
+    "Guard",
     "Signature",
     "Trail",
     "Walk",
@@ -29,7 +31,6 @@ __all__ = [
     "leaves",
     "names_of",
     "signature",
-    "unchanged",
     "walk",
 ]
 
@@ -37,10 +38,14 @@ OPEN, CLOSE = object(), object()  # in a trace: OPEN, key (None: the level adds 
 
 
 class Walk(NamedTuple):
-    """Keys and levels in the order in which they were met, and one leaf for each key that is no level."""
+    """Keys and levels in the order in which they were met, and one leaf for each key that is no level, and its class.
+
+    A :class:`Trail` gives the same ``trace`` and ``types`` objects while they stay equal.
+    """
 
     trace: list[Any]
     leaves: list[Any]
+    types: list[type]
 
 
 def walk(state: Any, places: list[tuple[Any, Any]] | None = None) -> Walk:
@@ -67,7 +72,7 @@ def walk(state: Any, places: list[tuple[Any, Any]] | None = None) -> Walk:
             )
     except RecursionError:
         raise PreflightError("the weights are nested too deeply, or contain themselves") from None
-    return Walk(walker.trace, walker.leaves)
+    return Walk(walker.trace, walker.leaves, list(map(type, walker.leaves)))
 
 
 def leaves(state: Any) -> list[tuple[str, Any]]:
@@ -113,8 +118,8 @@ def is_dtensor(value: Any) -> bool:
 class Trail:
     """Walks one state again and again, much faster while no Module in it has gained, lost or renamed anything.
 
-    A walk that finds its way as before gives the *same* trace object. Only for a state that its user holds anyway: the
-    Modules under it are kept.
+    A walk that finds its way as before gives the *same* trace and types. Only for a state that its user holds anyway:
+    the Modules under it are kept.
     """
 
     def __init__(self, state: Any) -> None:
@@ -123,71 +128,80 @@ class Trail:
 
     def walk(self) -> Walk:
         """What :func:`walk` gives: the leaves as they are now."""
-        leaves = self._tree.leaves() if self._tree is not None else None
-        if self._tree is not None and leaves is not None:
-            return Walk(self._tree.trace, leaves)
+        found = self._tree.walk() if self._tree is not None else None
+        if found is not None:
+            return found
         found = walk(self._state)
-        self._tree = _Tree.of(self._state, found.trace) if len(found.trace) >= _WORTHWHILE else None
+        self._tree = _Tree.of(self._state, found) if len(found.trace) >= _WORTHWHILE else None
         return found
 
 
 class _Tree:
-    """The Modules under one, and how their dictionaries looked. Looking again is a few calls into C for all of them."""
+    """The Modules under one, and how their dictionaries looked. Looking again is a few calls into C for all of them.
 
-    def __init__(self, root: Module, trace: list[Any]) -> None:
-        self.trace = trace
+    Each call goes over no more objects than it must: of a large module they are not in the CPU's cache.
+    """
+
+    def __init__(self, root: Module, found: Walk) -> None:
+        self._found = found._replace(leaves=[])  # keeps no tensor alive
         self._modules = list(_unfolded(root))
         self._parameters = list(map(_PARAMETERS, self._modules))
-        self._owners: list[dict[str, Any]] = [
+        owners: list[dict[str, Any]] = [
             owner for module in self._modules for owner in (module._parameters, module._buffers)
         ]
-        self._children = [module._modules for module in self._modules]
+        levels = [module._modules for module in self._modules]
+        self._empty = [table for table in (*owners, *levels) if not table]
+        self._owners = [owner for owner in owners if owner]
+        self._levels = [level for level in levels if level]
+        self._tables = [*self._owners, *self._levels]
+        self._sizes = list(map(len, self._tables))
+        self._keys = list(chain.from_iterable(self._tables))
+        self._children = list(chain.from_iterable(map(_VALUES, self._levels)))
         self._hidden = [module._non_persistent_buffers_set for module in self._modules if module._buffers]
-        self._facts = self._look()
+        self._hidden_keys = list(map(set, self._hidden))
+        values = self._values()
+        self._types = list(map(type, values))  # among them, whether they are None
         taken = [
             value is not None and not (owner is module._buffers and key in module._non_persistent_buffers_set)
             for module in self._modules
             for owner in (module._parameters, module._buffers)
             for key, value in owner.items()
         ]
-        self._empty = [value is None for value in self._values()]
         self._taken = None if all(taken) else taken
 
     @classmethod
-    def of(cls, state: Any, trace: list[Any]) -> _Tree | None:
+    def of(cls, state: Any, found: Walk) -> _Tree | None:
         """``None`` for what is no tree of Modules with nothing but tensors: that is walked in full each time."""
         import torch
 
-        return cls(state, trace) if isinstance(state, torch.nn.Module) and "_extra_state" not in trace else None
+        return cls(state, found) if isinstance(state, torch.nn.Module) and "_extra_state" not in found.trace else None
 
-    def leaves(self) -> list[Any] | None:
+    def walk(self) -> Walk | None:
         """The leaves as they are now, or ``None`` where anything but the leaves themselves is not as it was."""
-        if list(map(_PARAMETERS, self._modules)) != self._parameters or self._look() != self._facts:
+        if not (
+            all(map(is_, map(_PARAMETERS, self._modules), self._parameters))
+            and not any(self._empty)
+            and list(map(len, self._tables)) == self._sizes
+            and list(chain.from_iterable(self._tables)) == self._keys
+            and all(map(is_, chain.from_iterable(map(_VALUES, self._levels)), self._children))
+            and self._hidden == self._hidden_keys
+        ):
             return None
         values = self._values()
-        if self._taken is None:
-            return None if type(None) in map(type, values) else values
-        if [value is None for value in values] != self._empty:
+        if list(map(type, values)) != self._types:
             return None
-        return list(compress(values, self._taken))
+        if self._taken is not None:
+            values = list(compress(values, self._taken))
+        return Walk(self._found.trace, values, self._found.types)
 
     def _values(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._owners)))
-
-    def _look(self) -> tuple[list[int], list[int], list[str], list[str], list[int], list[set[str]]]:
-        return (
-            list(map(len, self._owners)),
-            list(map(len, self._children)),
-            list(chain.from_iterable(self._owners)),
-            list(chain.from_iterable(self._children)),
-            list(map(id, chain.from_iterable(map(dict.values, self._children)))),
-            list(map(set, self._hidden)),
-        )
+        return list(chain.from_iterable(map(_VALUES, self._owners)))
 
 
-_WORTHWHILE = 300
+_WORTHWHILE = 30
 """Tokens in a trace from which on a trail is faster than a walk."""
 _PARAMETERS = attrgetter("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
+_VALUES = dict.values
 
 
 def _unfolded(module: Module) -> Iterator[Module]:
@@ -306,9 +320,58 @@ def signature(tensors: Sequence[Tensor], *, strides: bool = True) -> Signature:
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")  # a little faster than the descriptors
 
 
-def unchanged(known: Signature, tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors have this signature: lie where they lay, and look as they looked."""
+class Guard:
+    """Asks again and again whether tensors still have a signature: in two calls into C, once it has seen them."""
+
+    def __init__(self) -> None:
+        self._check: Callable[..., bool] | None = None
+        self._checked: object = None  # the strides of the signature that `_check` is for: who changes them makes a list
+
+    def unchanged(self, known: Signature, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors have this signature: lie where they lay, and look as they looked."""
+        import torch
+
+        made = self._checked is known.strides
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                if list(map(torch.Tensor.data_ptr, tensors)) != known.addresses:
+                    return False
+                if made and self._check is not None and self._check(*tensors):
+                    return True
+                if signature(tensors, strides=bool(known.strides)) != known:
+                    return False
+                if not made or self._check is not None:  # it is stricter, on requires_grad and some modes: make another
+                    self._check, self._checked = _checker(tensors), known.strides
+                return True
+        except RuntimeError:  # no longer plain: whoever looks closer can name it
+            return False
+
+
+def _checker(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """One call into C that tells whether tensors have the same classes, dtypes, devices, shapes and strides as these.
+
+    It is what torch.compile guards its inputs with; it takes no tensor twice, and keeps none alive.
+    """
+    guards = _tensor_guards()
+    return guards(tensors) if guards is not None and len(set(map(id, tensors))) == len(tensors) else None
+
+
+@cache
+def _tensor_guards() -> Callable[[Sequence[Tensor]], Callable[..., bool]] | None:
+    """``None`` where this torch has no such guards, or others: they are not part of its public interface."""
+    import torch
+
+    def make(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+        guards: Any = torch._C._dynamo.guards.TensorGuards
+        sizes, strides = ([list(of(tensor)) for tensor in tensors] for of in (_SHAPE, torch.Tensor.stride))
+        check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check
+
+    one = torch.zeros(2, 2)
+    others = (one.t(), one[:1], one[0], one.view(torch.int32), torch.nn.Parameter(one), None)
     try:
-        return signature(tensors, strides=bool(known.strides)) == known
-    except RuntimeError:  # no longer plain: whoever looks closer can name it
-        return False
+        check = make([one])
+        good = check(one) and check(one.clone()) and not any(map(check, others))
+    except Exception:
+        return None
+    return make if good else None

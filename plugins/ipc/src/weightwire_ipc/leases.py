@@ -13,8 +13,6 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Callable
-from itertools import count
 
 from weightwire_ipc import forks
 from weightwire_ipc.memory import memfd, reopen
@@ -78,16 +76,17 @@ class WriteLocks:
 class Lease:
     """One hold on one slot. It ends with :meth:`release`, or when the object is forgotten."""
 
-    __slots__ = ("__weakref__", "_end")
+    __slots__ = ("__weakref__", "_leases", "_slot")
 
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
+    def __init__(self, leases: ReadLeases, slot: int) -> None:
+        self._leases: ReadLeases | None = leases
+        self._slot = slot
 
     def release(self) -> None:
         """Idempotent; may be called from any thread and from a finalizer."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        leases, self._leases = self._leases, None
+        if leases is not None:
+            leases._drop(self._slot, id(self))
 
     __del__ = release
 
@@ -99,39 +98,34 @@ class ReadLeases:
         """``fd`` may be shared with others; it is opened anew and stays the caller's."""
         self._fd = reopen(fd, os.O_RDONLY)
         self._lane = lane
-        self._holds: dict[int, set[int]] = {}
-        self._serial = count()
+        self._holds: dict[int, set[int]] = {}  # slot -> identities of its leases
         self._closing = False
         # Reentrant: the garbage collector may end a lease while this thread is in here.
         self._lock = threading.RLock()
         forks.forbid(self)
 
-    def take(self, slot: int, last: Callable[[], None] | None = None) -> Lease | None:
-        """A hold on a slot, or ``None`` where the trainer is writing it. ``last`` is called, still under the lock, when
-        the last hold ends."""
-        serial = next(self._serial)
-        lease = Lease(lambda: self._drop(slot, serial, last))
+    def take(self, slot: int) -> Lease | None:
+        """A hold on a slot, or ``None`` where the trainer is writing it."""
+        lease = Lease(self, slot)
         with self._lock:
             if self._fd < 0:
                 return None
-            self._holds.setdefault(slot, set()).add(serial)
+            self._holds.setdefault(slot, set()).add(id(lease))
             taken = _set(self._fd, fcntl.F_RDLCK, slot * LANES + self._lane, 1)
         if not taken:
             lease.release()
             return None
         return lease
 
-    def _drop(self, slot: int, serial: int, last: Callable[[], None] | None) -> None:
+    def _drop(self, slot: int, hold: int) -> None:
         if self._fd < 0:  # closed, or this is a forked child: the lock may be held by a thread that is not here
             return
         with self._lock:
             holds = self._holds.get(slot, set())
-            holds.discard(serial)
+            holds.discard(hold)
             if holds or self._fd < 0:
                 return
             self._holds.pop(slot, None)
-            if last is not None:
-                last()
             _set(self._fd, fcntl.F_UNLCK, slot * LANES + self._lane, 1)
             self._close_if_done()
 

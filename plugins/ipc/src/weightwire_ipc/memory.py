@@ -15,7 +15,22 @@ from xxhash import xxh3_64_intdigest
 
 from weightwire.errors import StorageFullError, WireError
 
-__all__ = ["PAGE", "Board", "BoardView", "allocate", "check_sealed", "map_shared", "memfd", "pages", "reopen", "seal"]
+__all__ = [
+    "EPOCH",
+    "HEADER",
+    "MAGIC",
+    "NUMBER",
+    "PAGE",
+    "Board",
+    "BoardView",
+    "allocate",
+    "check_sealed",
+    "map_shared",
+    "memfd",
+    "pages",
+    "reopen",
+    "seal",
+]
 
 PAGE = mmap.PAGESIZE
 
@@ -168,6 +183,8 @@ class BoardView:
         return before, data if good else None
 
 
-HEADER = struct.Struct("<8sQ16sQQ")
+HEADER = struct.Struct("=8sQ16sQQ")
 """At the beginning of a slot: magic, bytes of the header, its xxh3-128, epoch, number. The header follows."""
+EPOCH, NUMBER = 4, 5
+"""Where the stamp is, in words of 8 bytes."""
 MAGIC = b"WWSLOT\x00\x01"

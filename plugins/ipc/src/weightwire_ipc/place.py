@@ -78,6 +78,7 @@ class NamedPlace:
                 self.epoch = max(epoch, newest + 1, int(found.get("epoch", 0)) + 1)
                 self._write()
                 self.listener = self._listen(directory)
+                self._lock_path, self._lock_stat = f"{self._directory}/{self._name}.lock", os.fstat(self._lock)
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -118,9 +119,9 @@ class NamedPlace:
 
     def check(self) -> None:
         """Raise :class:`~weightwire.StaleUpdaterError` where another updater has replaced the lock file."""
-        path = self._directory / f"{self._name}.lock"
+        path = self._lock_path
         with suppress(FileNotFoundError):
-            if not os.path.samestat(os.fstat(self._lock), os.lstat(path)):
+            if not os.path.samestat(self._lock_stat, os.lstat(path)):
                 raise StaleUpdaterError(
                     f"another updater has taken 'ipc://{self.location}' ({path} is not the lock file of this one any "
                     "more); this one must not push"

@@ -1,9 +1,9 @@
 """What the two ends say to each other over their socket, and how messages travel.
 
-Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory` and :class:`Ring`; :class:`News` stand on a
-board in shared memory. Worker to trainer: :class:`Hello`, then :class:`Report` and :class:`Goodbye`. All are closed
-msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: a packet carries a serial number and
-a message.
+Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory`; :class:`News` stand on a board in shared
+memory, and a bare packet, the ring, says to look there. Worker to trainer: :class:`Hello`, then :class:`Report` and
+:class:`Goodbye`. All are closed msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: a
+packet carries a serial number and a message.
 
 A message that is larger than a packet travels in a memfd that comes with it, so that sending never has to wait for the
 other end to read.
@@ -25,6 +25,7 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Union
@@ -36,6 +37,7 @@ from weightwire.transport import Version
 from weightwire_ipc.memory import memfd
 
 __all__ = [
+    "BURST",
     "PROTOCOL",
     "Channel",
     "Goodbye",
@@ -45,7 +47,6 @@ __all__ = [
     "News",
     "Reject",
     "Report",
-    "Ring",
     "SlotInfo",
     "Welcome",
     "decode_news",
@@ -116,11 +117,7 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     slots: tuple[tuple[int, int, int], ...]
 
 
-class Ring(msgspec.Struct, frozen=True, tag=True):
-    """Wakes a worker that waits: there is something on its board."""
-
-
-Message = Union[Hello, Report, Goodbye, Welcome, Reject, Memory, Ring]
+Message = Union[Hello, Report, Goodbye, Welcome, Reject, Memory]
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -136,33 +133,20 @@ BURST = 64
 MAX_FDS = 16
 
 _PREFIX = struct.Struct("<I?")  # serial; whether the message is in the last descriptor
+_RING = _PREFIX.pack(0, False)  # serials begin at 1: this one is old to everybody, and so says nothing
+_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _END: tuple[Any, ...] = (b"", [], socket.MSG_CMSG_CLOEXEC, None)
 _BROKEN = socket.MSG_TRUNC | socket.MSG_CTRUNC
 
 
-class _Packet(NamedTuple):
-    """What ``recvmsg`` gives."""
-
-    data: bytes
-    ancillary: list[tuple[int, int, bytes]]
-    flags: int
-    address: object
-
-    @property
-    def serial(self) -> int:
-        return int(_PREFIX.unpack_from(self.data)[0])
-
-    @property
-    def outside(self) -> bool:
-        return bool(_PREFIX.unpack_from(self.data)[1])
-
-    def fds(self) -> list[int]:
-        numbers = array.array("i")
-        for level, kind, data in self.ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-        return list(numbers)
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """Those that came with a packet."""
+    numbers = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return list(numbers)
 
 
 class _Parcel(NamedTuple):
@@ -190,7 +174,7 @@ class Channel:
         self._serial = 0  # of the last packet queued
         self._done = 0  # serial of the last packet handled
         self._out: deque[_Parcel] = deque()
-        self._inbox: list[Any] = []
+        self._inbox: list[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = []  # what recvmsg gives
         self._receive = partial(sock.recvmsg, PACKET + _PREFIX.size, socket.CMSG_SPACE(MAX_FDS * 4), _FLAGS)
         self.ended = False
         """Whether the other end is gone; what it said before can still be read."""
@@ -221,6 +205,11 @@ class Channel:
         self._discard()
         return gone
 
+    def ring(self) -> None:
+        """Wake the other end, as far as it sleeps. Where its socket is full it has enough to wake up for."""
+        with suppress(OSError):  # of a dead connection, too: that shows when reading
+            self._sock.send(_RING, _SEND)
+
     @property
     def unread(self) -> bool:
         """Whether something that was sent has not been read yet."""
@@ -235,7 +224,10 @@ class Channel:
         while self._out:
             parcel = self._out[0]
             try:
-                self._sock.sendmsg([parcel.data], parcel.rights(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                if rights := parcel.rights():
+                    self._sock.sendmsg([parcel.data], rights, _SEND)
+                else:
+                    self._sock.send(parcel.data, _SEND)
             except BlockingIOError:
                 return False
             except OSError as exc:
@@ -250,20 +242,21 @@ class Channel:
         while self._out:
             self._out.popleft().close()
 
-    def drain(self) -> None:
-        """Take what the socket has, up to a burst."""
+    def drain(self, most: int = BURST) -> bool:
+        """Take what the socket has, up to so many packets; whether that was all of it."""
         before = len(self._inbox)
         try:
             try:
-                self._inbox.extend(islice(iter(self._receive, _END), BURST))
+                self._inbox.extend(islice(iter(self._receive, _END), most))
             except ConnectionResetError:  # it left without reading all of ours; what it said before is still there
-                self._inbox.extend(islice(iter(self._receive, _END), BURST))
+                self._inbox.extend(islice(iter(self._receive, _END), most))
         except BlockingIOError:
-            return
+            return True
         except OSError:
             self.ended = True
-            return
-        self.ended = len(self._inbox) - before < BURST
+            return True
+        self.ended = len(self._inbox) - before < most
+        return self.ended
 
     def messages(self) -> Iterator[tuple[Message, list[int]]]:
         """Whole messages with their descriptors, oldest first. One is forgotten when the next is asked for.
@@ -271,15 +264,15 @@ class Channel:
         Raises :class:`~weightwire.WireError`; the connection is then of no more use.
         """
         while self._inbox:
-            packet = _Packet(*self._inbox[0])
-            if len(packet.data) < _PREFIX.size or packet.flags & _BROKEN:
-                raise WireError(f"a packet of {len(packet.data)} bytes is malformed")
-            fds = packet.fds()
-            outside = fds.pop() if packet.outside and fds else -1
-            if packet.serial > self._done:
-                data = _from_memfd(outside) if outside >= 0 else packet.data[_PREFIX.size :]
-                yield _decode(data), fds
-                self._done = packet.serial
+            packet, ancillary, flags, _ = self._inbox[0]
+            if len(packet) < _PREFIX.size or flags & _BROKEN:
+                raise WireError(f"a packet of {len(packet)} bytes is malformed")
+            serial, elsewhere = _PREFIX.unpack_from(packet)
+            fds = _descriptors(ancillary) if ancillary else []
+            outside = fds.pop() if elsewhere and fds else -1
+            if serial > self._done:
+                yield _decode(_from_memfd(outside) if outside >= 0 else packet[_PREFIX.size :]), fds
+                self._done = serial
             del self._inbox[0]
             if outside >= 0:
                 os.close(outside)
@@ -289,8 +282,8 @@ class Channel:
         inbox, self._inbox = self._inbox, []
         self._discard()
         self._sock.close()
-        for raw in inbox:
-            for fd in _Packet(*raw).fds():
+        for _, ancillary, _, _ in inbox:
+            for fd in _descriptors(ancillary):
                 os.close(fd)
 
     def detach(self) -> int:

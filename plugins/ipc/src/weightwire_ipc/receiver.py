@@ -23,6 +23,7 @@ from weightwire_ipc import forks, place
 from weightwire_ipc.leases import Lease, ReadLeases
 from weightwire_ipc.memory import HEADER, MAGIC, PAGE, BoardView, check_sealed
 from weightwire_ipc.protocol import (
+    BURST,
     PROTOCOL,
     Channel,
     Goodbye,
@@ -32,7 +33,6 @@ from weightwire_ipc.protocol import (
     News,
     Reject,
     Report,
-    Ring,
     SlotInfo,
     Welcome,
     decode_news,
@@ -51,6 +51,8 @@ __all__ = ["IpcReceiver"]
 
 LOOK = 0.1
 """Seconds after which the socket is looked at even where the version word has not changed: the trainer may be gone."""
+SMALL = 1 << 20
+"""Bytes up to which a payload is copied where its views may live on: to map its pages would cost more."""
 RETRY = 0.05
 """Seconds between attempts to connect."""
 _QUIET = memoryview(bytes(16)).cast("Q")
@@ -71,8 +73,8 @@ class MappedSlot:
         self.fd = fd
         self.number = number
         self.start, self.size = start, size
-        self._head = memoryview(mmap.mmap(fd, start, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-        self._data: mmap.mmap | None = None
+        self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        self._payload = np.frombuffer(self._memory, dtype=np.uint8, offset=start)
         self._buffer: Tensor | None = None
 
     def header(self, stamp: Version) -> bytes | None:
@@ -80,10 +82,10 @@ class MappedSlot:
 
         Raises :class:`~weightwire.DigestError`.
         """
-        magic, length, digest, epoch, number = HEADER.unpack_from(self._head)
+        magic, length, digest, epoch, number = HEADER.unpack_from(self._memory)
         if (epoch, number) != stamp:
             return None
-        header = bytes(self._head[HEADER.size : HEADER.size + length])
+        header = self._memory[HEADER.size : min(HEADER.size + length, self.start)]
         if magic != MAGIC or len(header) != length or xxh3_128_digest(header) != digest:
             raise DigestError(f"the header of version {number} in slot {self.number} is damaged")
         return header
@@ -94,23 +96,30 @@ class MappedSlot:
         return mmap.mmap(self.fd, self.size - self.start, flags=mmap.MAP_PRIVATE, prot=prot, offset=self.start)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """The payload, always at the same place."""
-        if self._data is None:
-            self._data = self.map_private()
+        """The payload, always at the same place. To write to it would be fatal."""
         if self._buffer is None or self._buffer.numel() != nbytes:
-            self._buffer = torch.from_numpy(np.frombuffer(self._data, dtype=np.uint8, count=nbytes))
+            self._buffer = torch.from_numpy(np.asarray(_Unguarded(self._payload[:nbytes])))
         return self._buffer
 
-    def forget_writes(self) -> None:
-        """Drop pages that were written here, so that the slot's next version is seen and not what covers it."""
-        if self._data is not None:
-            self._data.madvise(mmap.MADV_DONTNEED)
+    def copy(self, nbytes: int) -> NDArray[np.uint8]:
+        """The payload, in memory of its own."""
+        array: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()  # aligned, as we do it
+        array[:] = self._payload[:nbytes]
+        return array
 
     def close(self) -> None:
         """Let go of the descriptor; mappings go when the last tensor over them does. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class _Unguarded:
+    """A read-only array for ``torch.from_numpy``, which warns where it knows."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        self._array = array  # NumPy keeps this object with what it makes of it
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 class Session:
@@ -122,28 +131,44 @@ class Session:
         self.board: BoardView | None = None
         self.leases: ReadLeases | None = None  # from the welcome on
         self.news = News(None, None, (), 0)
+        self.sequence = -1  # of the board, as it was when the news were read
         self.slots: dict[int, MappedSlot] = {}
         self.rejected: Reject | None = None
         self._strays: set[int] = set()
+        self._poll = select.poll()
 
-    def pump(self) -> None:
-        """Send what is queued and take in what has come. Raises :class:`~weightwire.WireError`."""
+    def pump(self, most: int) -> bool:
+        """Send what is queued and take in what has come, up to so many packets; whether that was all of it.
+
+        Raises :class:`~weightwire.WireError`.
+        """
         self.channel.flush()
-        self.channel.drain()
+        dry = self.channel.drain(most)
         for message, fds in self.channel.messages():
             self._hear(message, fds)
+        return dry
 
-    def read(self) -> int:
-        """Read the board, after :meth:`pump`: what is written from now on rings again. Its sequence number."""
-        if self.board is None:
-            return -1
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing was written on the board since it was read."""
+        return self.board is not None and self.board.words[0] == self.sequence
+
+    def read(self) -> None:
+        """Read the board, after :meth:`pump`: what is written from now on rings again."""
+        if self.board is None or self.fresh:
+            return
         sequence, data = self.board.read()
         if data:
             self.news = decode_news(data)
-            for number in self.slots.keys() - set(self.news.live):
+            for number in self.slots.keys() - self.news.live:
                 if number < self.news.until:
                     self.slots.pop(number).close()
-        return sequence if data is not None else -1
+        self.sequence = sequence if data is not None else -1
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something to :meth:`pump`."""
+        self._poll.register(self.channel.fileno(), select.POLLIN | (0 if self.channel.idle else select.POLLOUT))
+        self._poll.poll(seconds * 1000)
 
     def _hear(self, message: Message, fds: list[int]) -> None:
         """Take one message; harmless when it is taken twice."""
@@ -152,8 +177,6 @@ class Session:
             for (number, start, size), fd in zip(message.slots, fds):
                 if number not in self.slots:
                     self.slots[number] = MappedSlot(number, start, size, fd)
-        elif isinstance(message, Ring):
-            pass
         elif isinstance(message, Welcome) and len(fds) == 2:
             if self.leases is None:
                 self.board = BoardView(fds[0])
@@ -225,9 +248,7 @@ class IpcReceiver(Receiver):
             return None
         self._seen = -1
         try:
-            session.pump()
-            sequence = session.read()
-            delivery = self._offer(session, have)
+            delivery = self._newest(session, have)
         except WireError as exc:
             self._context.logger.warning("%s: %s; connecting anew", self._origin.what, exc)
             self._end("what the updater sent was malformed")
@@ -238,8 +259,25 @@ class IpcReceiver(Receiver):
         if session.rejected is not None or session.channel.ended:
             self._end_of(session)
         elif session.board is not None and session.channel.idle:
-            self._words, self._seen, self._look_at = session.board.words, sequence, time.monotonic() + LOOK
+            self._words, self._seen = session.board.words, session.sequence
         return None
+
+    def _newest(self, session: Session, have: Have) -> Delivery | None:
+        """What is newest beyond ``have``, after a look at the board, and at the socket where that is due.
+
+        One packet is the rule, and it is the ring; to ask for another costs more than to read it when it is needed.
+        """
+        now = time.monotonic()
+        if session.fresh and now < self._look_at:
+            return self._offer(session, have)
+        self._look_at = now + LOOK
+        most, dry, delivery = 1, False, None
+        while delivery is None and not dry:
+            dry = session.pump(most)
+            session.read()
+            delivery = self._offer(session, have)
+            most = BURST
+        return delivery
 
     def _connect(self) -> Session | None:
         now = time.monotonic()
@@ -273,9 +311,8 @@ class IpcReceiver(Receiver):
         if session is None:
             time.sleep(min(deadline.remaining, max(self._retry_at - time.monotonic(), 0.001)))
             return
-        poll = select.poll()
-        poll.register(session.channel.fileno(), select.POLLIN | (0 if session.channel.idle else select.POLLOUT))
-        poll.poll(deadline.remaining * 1000)
+        session.wait(deadline.remaining)
+        self._look_at = 0.0
 
     def _end_of(self, session: Session) -> None:
         """The connection is over; the board says whether that was meant."""
@@ -304,7 +341,7 @@ class IpcReceiver(Receiver):
         slot = session.slots.get(info.slot) if info is not None else None
         if info is None or slot is None or session.leases is None:
             return None
-        lease = session.leases.take(slot.number, None if self._alias else slot.forget_writes)
+        lease = session.leases.take(slot.number)
         if lease is None:
             return None
         try:
@@ -324,15 +361,16 @@ class IpcReceiver(Receiver):
         return header
 
     def _deliver(self, slot: MappedSlot, lease: Lease, header: Header) -> Delivery:
+        nbytes = header.layout.nbytes
         if not self._alias:
-            buffer = slot.buffer(header.layout.nbytes)
-            return Delivery(header, buffer=buffer, writable=True, memory=slot, release=lease.release)
-        layout = header.layout
-        base = np.frombuffer(slot.map_private(), dtype=np.uint8)
-        from_numpy = torch.from_numpy
-        blocks = [from_numpy(base[start : start + size]) for start, size in zip(layout.starts, layout.sizes)]
-        self._keep_until_dead(base, lease)
-        return Delivery(header, blocks=blocks, writable=True)
+            return Delivery(header, buffer=slot.buffer(nbytes), memory=slot, release=lease.release)
+        if nbytes <= SMALL:
+            array = slot.copy(nbytes)
+            lease.release()
+        else:
+            array = np.frombuffer(slot.map_private(), dtype=np.uint8)
+            self._keep_until_dead(array, lease)
+        return Delivery(header, array=array, writable=True)
 
     def _keep_until_dead(self, base: NDArray[np.uint8], lease: Lease) -> None:
         """End the lease with the last view: all of them hold ``base``."""

@@ -6,7 +6,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +33,7 @@ from weightwire_ipc import forks, place
 from weightwire_ipc.leases import WriteLocks
 from weightwire_ipc.memory import Board
 from weightwire_ipc.protocol import (
+    BURST,
     PROTOCOL,
     Channel,
     Goodbye,
@@ -43,7 +43,6 @@ from weightwire_ipc.protocol import (
     News,
     Reject,
     Report,
-    Ring,
     SlotInfo,
     Welcome,
     encode_news,
@@ -71,6 +70,10 @@ TOUCH = 3600.0
 """Seconds between marks that the lock file is in use."""
 
 
+Offers = tuple["SlotInfo | None", "SlotInfo | None"]
+"""A full version and a subset on it, as the shelf has them for a worker."""
+
+
 class Peer:
     """One connection. It has a name as soon as the worker has introduced itself."""
 
@@ -82,13 +85,18 @@ class Peer:
         self.joined: Joined | None = None
         self.acting: Version | None = None
         self.known: set[int] = set()  # slots whose descriptors it has
-        self.told: tuple[SlotInfo | None, SlotInfo | None] = (None, None)
+        self.told: Offers = (None, None)
         self.dirty = False  # there is news for it
+        self.rung = False  # it was woken, and has not been heard since
         self.watched = False  # the service thread waits until its socket takes more
 
     @property
     def name(self) -> str:
         return self.joined.worker if self.joined else f"process {self.pid}"
+
+    def lacks(self, stamp: Version) -> bool:
+        """Whether it does not act with this version or a newer one yet."""
+        return self.acting is None or self.acting < stamp
 
 
 class _Announcement(NamedTuple):
@@ -117,6 +125,7 @@ class IpcSender(Sender):
         self._shelf: Shelf[SlotInfo] = Shelf()
         self._announcement: _Announcement | None = None
         self._untold = False
+        self._written: tuple[Offers, bytes] | None = None  # the newest offers, and the news of them
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._workers: dict[str, Peer] = {}  # by name
         self._events: list[Event] = []
@@ -126,9 +135,9 @@ class IpcSender(Sender):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the service thread
         self._epoll = select.epoll()
         self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
-        self._waiter = select.poll()
+        self._waiter = select.epoll()
         for fd in (self._epoll.fileno(), self._bell):
-            self._waiter.register(fd, select.POLLIN)
+            self._waiter.register(fd, select.EPOLLIN)
         forks.forbid(self)
         self._thread = threading.Thread(target=self._serve, name=f"weightwire-ipc {self._place.location}", daemon=True)
         self._thread.start()
@@ -178,7 +187,11 @@ class IpcSender(Sender):
     def _find(self, need: Need, *, patient: bool) -> Slot | None:
         """Look once for a slot, and make one where that is due; ``None``: wait."""
         self._announce()
-        kept = {info.slot for info in self._kept()}
+        kept = self._kept()
+        if len(self._slots) <= self._options.slots:  # none to be weighed against the others, or to be given up
+            for slot in self._slots.values():
+                if slot.number not in kept and slot.shape.fits(need) and self._leases.take(slot.number):
+                    return slot
         free: list[Slot] = []
         try:
             for slot in list(self._slots.values()):
@@ -220,6 +233,7 @@ class IpcSender(Sender):
 
     def _discard(self, slot: Slot) -> None:
         self._slots.pop(slot.number, None)
+        self._written = None
         for peer in self._peers.values():
             peer.known.discard(slot.number)
         slot.close()
@@ -234,25 +248,27 @@ class IpcSender(Sender):
         while old and len(self._slots) > self._options.slots:
             self._discard(old.pop())
 
-    def _kept(self) -> Iterable[SlotInfo]:
-        """Versions that somebody may still have to read: those for all, and others that are not applied yet."""
-        yield from (info for info in self._shelf.of("") if info is not None)
+    def _kept(self) -> set[int]:
+        """Slots that somebody may still have to read: those for all, and others whose version is not applied yet."""
+        common = self._shelf.of("")
+        kept = {info.slot for info in common if info is not None}
         for name, peer in self._workers.items():
-            for info in self._shelf.of(name):
-                if info is not None and (peer.acting is None or peer.acting < info.stamp):
-                    yield info
+            own = self._shelf.of(name)
+            if own is not common:
+                kept |= {info.slot for info in own if info is not None and peer.lacks(info.stamp)}
+        return kept
 
     def _no_slot(self, stamp: Version, seconds: float) -> WaitTimeout:
         with self._lock:
             lanes = {peer.lane: name for name, peer in self._workers.items()}
-            kept = {info.slot for info in self._kept()}
+            kept = self._kept()
             holders: dict[str, None] = {}
             for number in self._slots:
                 for lane in self._leases.holders(number) if number not in kept else ():
                     holders[lanes.get(lane, f"a former worker (lane {lane})")] = None
             for name, peer in self._workers.items():
                 mine = [i for i in self._shelf.of(name) if i and i not in self._shelf.of("")]
-                if any(peer.acting is None or peer.acting < info.stamp for info in mine):
+                if any(peer.lacks(info.stamp) for info in mine):
                     holders[name] = None
         who = ", ".join(holders) or "nobody any more"
         return WaitTimeout(
@@ -283,13 +299,21 @@ class IpcSender(Sender):
     def _tell(self, peer: Peer) -> None:
         """Put a worker's news up, or see to it that this is done as soon as its socket takes the memory they need."""
         if peer.joined is not None and peer.dirty and self._hand_over(peer):
-            full, subset = self._shelf.of(peer.name)
-            peer.board.write(encode_news(News(full, subset, tuple(self._slots), self._next_slot)))
+            offers = self._shelf.of(peer.name)
+            peer.board.write(self._news(offers))
             peer.dirty = False
-            if not peer.channel.unread:  # else it is awake already
-                peer.channel.try_send(Ring())
-            self._staged(peer, [info for info in (full, subset) if info is not None])
+            if not (peer.rung and peer.channel.unread):  # else it is awake already
+                peer.channel.ring()
+                peer.rung = True
+            self._staged(peer, offers)
         self._watch(peer, peer.dirty or not peer.channel.idle)
+
+    def _news(self, offers: Offers) -> bytes:
+        """What is to stand on the board of whoever has these offers: made once for all of them."""
+        known = self._written
+        if known is None or known[0] is not offers:
+            known = self._written = (offers, encode_news(News(*offers, tuple(self._slots), self._next_slot)))
+        return known[1]
 
     def _hand_over(self, peer: Peer) -> bool:
         """Send the descriptors of slots that the worker does not have; whether it has all that it needs."""
@@ -304,15 +328,14 @@ class IpcSender(Sender):
             peer.known.update(wanted)
         return True
 
-    def _staged(self, peer: Peer, infos: list[SlotInfo]) -> None:
+    def _staged(self, peer: Peer, offers: Offers) -> None:
         """A worker that was told of a version has it within reach."""
         assert peer.joined is not None
-        before = {info.stamp for info in peer.told if info is not None}
         have = peer.joined.have.stamp
-        for info in infos:
-            if info.stamp not in before and (have is None or info.stamp > have):
+        for info in offers:
+            if info is not None and info not in peer.told and (have is None or info.stamp > have):
                 self._events.append(Staged(worker=peer.name, incarnation=peer.joined.incarnation, stamp=info.stamp))
-        peer.told = self._shelf.of(peer.name)
+        peer.told = offers
 
     def _watch(self, peer: Peer, wanted: bool) -> None:
         if wanted != peer.watched and peer.channel.fileno() in self._peers:
@@ -326,20 +349,24 @@ class IpcSender(Sender):
     def events(self, deadline: Deadline) -> list[Event]:
         if self._closed or not self._origin.here:
             return []
-        self._turn()
-        while not self._events and not deadline.expired and not self._closed:
-            remaining = min(deadline.remaining, ATTENDED / 2)
-            self._attended = time.monotonic() + ATTENDED
-            if self._waiter.poll(remaining * 1000):
-                self._hush(self._bell)
-                self._turn()
+        now = time.monotonic()
+        if now >= deadline.at:
+            self._turn()
+        while now < deadline.at and not self._events and not self._closed:
+            self._attended = now + ATTENDED
+            for fd, _ in self._waiter.poll(min(deadline.at - now, ATTENDED / 2)):
+                if fd == self._bell:
+                    self._hush(fd)
+                else:
+                    self._turn(1)  # one packet is the rule; whatever is left wakes us again
+            now = time.monotonic()
         # No call between these lines: a Ctrl-C is noticed only at calls, and must not lose an event.
         events = self._events[:]
         del self._events[: len(events)]
         return events
 
-    def _turn(self) -> None:
-        """Handle what is ready on the sockets now, without waiting."""
+    def _turn(self, most: int = BURST) -> None:
+        """Handle what is ready on the sockets now, without waiting: up to so many packets of each."""
         with self._lock:
             if self._closed:
                 return
@@ -350,7 +377,7 @@ class IpcSender(Sender):
                     self._accept()
                     continue
                 if mask & ~select.EPOLLOUT:
-                    self._listen(peer)
+                    self._listen(peer, most)
                 if mask & select.EPOLLOUT and fd in self._peers:
                     self._tell(peer)
 
@@ -368,10 +395,10 @@ class IpcSender(Sender):
             self._peers[sock.fileno()] = peer
             self._epoll.register(sock.fileno(), select.EPOLLIN)
 
-    def _listen(self, peer: Peer) -> None:
+    def _listen(self, peer: Peer, most: int = BURST) -> None:
         """Read what a worker says. Anything malformed ends this connection, and no other."""
         try:
-            peer.channel.drain()
+            peer.channel.drain(most)
             for message, fds in peer.channel.messages():
                 for fd in fds:
                     os.close(fd)
@@ -387,13 +414,16 @@ class IpcSender(Sender):
 
     def _hear(self, peer: Peer, message: Message) -> None:
         if isinstance(message, Report) and peer.joined is not None:
+            peer.rung = False
             event = wire.decode_event(message.event)
             if not isinstance(event, (Applied, Refused)):
                 raise WireError(f"a report of kind {type(event).__name__}")
             if isinstance(event, Applied):
                 peer.acting = max(peer.acting or event.stamp, event.stamp)
             joined = peer.joined
-            self._events.append(msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation))
+            if event.worker != joined.worker or event.incarnation != joined.incarnation:
+                event = msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation)
+            self._events.append(event)
         elif isinstance(message, Goodbye):
             self._drop(peer)
             if peer.joined is not None:
@@ -516,6 +546,7 @@ class IpcSender(Sender):
         if threading.current_thread() is not self._thread:
             self._thread.join(max(1.0, deadline.remaining))
         self._epoll.close()
+        self._waiter.close()
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -533,3 +564,4 @@ class IpcSender(Sender):
         sockets = [peer.channel.detach() for peer in self._peers.values()]
         forks.give_up(*sockets, *self._place.detach(), *self._leases.detach(), self._bell, self._wake)
         self._epoll.close()
+        self._waiter.close()

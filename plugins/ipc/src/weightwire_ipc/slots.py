@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
-from weightwire_ipc.memory import HEADER, MAGIC, allocate, map_shared, memfd, pages, seal
+from weightwire_ipc.memory import EPOCH, HEADER, MAGIC, NUMBER, allocate, map_shared, memfd, pages, seal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +21,6 @@ __all__ = ["Need", "Plan", "Shape", "Slot", "choose_slot"]
 
 _SPARE_HEADER = 1024  # bytes: metadata may grow a little without a new slot
 _SMALL = 1 << 20  # bytes: below this nothing is called wasteful
-_STAMP = struct.Struct("<QQ")
-_STAMP_AT = HEADER.size - _STAMP.size
 
 
 class Need(NamedTuple):
@@ -51,6 +48,9 @@ class Shape(NamedTuple):
     def wastes(self, need: Need) -> bool:
         return self.size - self.start > max(2 * need.payload, _SMALL)
 
+    def fits(self, need: Need) -> bool:
+        return self.holds(need) and not self.wastes(need)
+
 
 class Slot:
     """Sealed memory for one version. Its number is never used again. ``idle``: versions for which it was not needed."""
@@ -68,6 +68,7 @@ class Slot:
             os.close(fd)
             raise
         self.shared = seal(fd)
+        self._words = memoryview(self._map).cast("Q")
         self._bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
         self._out: Tensor = self._bytes[:0]
 
@@ -79,7 +80,7 @@ class Slot:
 
     def blank(self) -> None:
         """From now on it holds no version: whoever was told of the old one will find out."""
-        _STAMP.pack_into(self._map, _STAMP_AT, 0, 0)
+        self._words[EPOCH] = self._words[NUMBER] = 0
 
     def write_header(self, stamp: Version, header: bytes) -> None:
         """Say what the payload is. The stamp comes last; all of it under the trainer's lock."""
@@ -88,7 +89,7 @@ class Slot:
             raise ValueError(f"header of {len(header)} bytes is larger than was announced")
         self._map[HEADER.size : end] = header
         HEADER.pack_into(self._map, 0, MAGIC, len(header), xxh3_128_digest(header), 0, 0)
-        _STAMP.pack_into(self._map, _STAMP_AT, *stamp)
+        self._words[EPOCH], self._words[NUMBER] = stamp
 
     def close(self) -> None:
         """Give the memory up; it lives on as long as a worker has it. Idempotent."""
@@ -96,7 +97,7 @@ class Slot:
         if fd >= 0:
             os.close(fd)
         self._bytes = self._out = torch.empty(0, dtype=torch.uint8)
-        del self._map
+        del self._words, self._map
 
 
 class Plan(NamedTuple):
@@ -122,7 +123,7 @@ def choose_slot(need: Need, free: Sequence[Slot], busy: Iterable[Slot], keep: in
     """
     busy = list(busy)
     count = len(free) + len(busy)
-    fitting = [slot for slot in free if slot.shape.holds(need) and not slot.shape.wastes(need)]
+    fitting = [slot for slot in free if slot.shape.fits(need)]
     if fitting:
         return Plan(use=min(fitting, key=lambda slot: slot.number))
     if count < keep:
@@ -131,7 +132,7 @@ def choose_slot(need: Need, free: Sequence[Slot], busy: Iterable[Slot], keep: in
     if small:
         return Plan(make=True, instead=min(small, key=lambda slot: slot.shape.size))
     if count < most:
-        patient = any(slot.shape.holds(need) and not slot.shape.wastes(need) for slot in busy)
+        patient = any(slot.shape.fits(need) for slot in busy)
         return Plan(make=True, patient=patient)
     if free:
         return Plan(make=True, instead=max(free, key=lambda slot: slot.shape.size))

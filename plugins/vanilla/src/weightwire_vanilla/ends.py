@@ -59,7 +59,9 @@ class Place:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.changed = threading.Condition(threading.RLock())
+        self.lock = threading.RLock()  # entered as it is: within Condition.__enter__ an interrupt would leave it taken
+        self._changed = threading.Condition(self.lock)
+        self._waiting = 0
         self.sender: VanillaSender | None = None
         self.receivers: dict[str, VanillaReceiver] = {}
         self.events: deque[Event] = deque()
@@ -93,9 +95,24 @@ class Place:
             if id(item) not in kept:
                 item.arena.drop()
 
+    def clear(self) -> None:
+        before, self.shelf = self.shelf.kept(), Shelf()
+        self.let_go(before)
+
     def wake(self) -> None:
         self.news += 1
-        self.changed.notify_all()
+        self.notify()
+
+    def notify(self) -> None:
+        if self._waiting:  # usually nobody is, within one process
+            self._changed.notify_all()
+
+    def wait(self, deadline: Deadline) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait(deadline.remaining)
+        finally:
+            self._waiting -= 1
 
 
 _places: dict[str, Place] = {}
@@ -121,7 +138,7 @@ class VanillaSender(Sender):
         self._keep = options.keep
         self.endpoint = str(dataclasses.replace(endpoint, location=location))
         self._place = place = _meet(scoped(location))
-        with place.changed:
+        with place.lock:
             if place.sender is not None:
                 raise EndpointInUseError(
                     f"{self.endpoint} has a live updater in this process already; close it, or choose another location"
@@ -135,7 +152,7 @@ class VanillaSender(Sender):
 
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
         place = self._place
-        with place.changed:
+        with place.lock:
             receivers = [r for name, r in place.receivers.items() if to is None or name in to]
             if (
                 len(place.receivers) == len(receivers) == 1
@@ -143,6 +160,7 @@ class VanillaSender(Sender):
                 and not (self._keep or payload.digest)
             ):
                 deliveries: list[tuple[VanillaReceiver, Delivery]] = [(receivers[0], Straight(payload))]
+                place.clear()  # what is there is older: who joins now is not to get it
             else:
                 item = self._shelve(payload, to)
                 deliveries = [(r, item.arena.deliver(item.header, alias=r.alias)) for r in receivers if r.inline]
@@ -170,18 +188,18 @@ class VanillaSender(Sender):
 
     def events(self, deadline: Deadline) -> list[Event]:
         place = self._place
-        with place.changed:
+        with place.lock:
             if place.sender is not self:
                 raise ClosedError(f"the updater of {self.endpoint} is closed")
             if not place.events and not deadline.expired:
-                place.changed.wait(deadline.remaining)
+                place.wait(deadline)
             events = list(place.events)
             place.events.clear()
             return events
 
     def close(self, deadline: Deadline) -> None:
         place = self._place
-        with place.changed:
+        with place.lock:
             if place.sender is not self:
                 return
             place.sender = None
@@ -216,7 +234,7 @@ class VanillaReceiver(Receiver):
         self._place = place = _meet(scoped(endpoint.location))
         self._seen: tuple[int, Have] | None = None
         self._ending = False
-        with place.changed:
+        with place.lock:
             if self.name in place.receivers:
                 raise EndpointInUseError(
                     f"a worker named {self.name!r} is live at {endpoint} already; choose another name"
@@ -240,7 +258,7 @@ class VanillaReceiver(Receiver):
         """The sender has closed. What it has accepted may still be taken; then it is over."""
         self.connected = False
         self._ending = True
-        self.closed = self.inline or choose(self._context.have(), *self._place.shelf.of(self.name)) is None
+        self.closed = choose(self._context.have(), *self._place.shelf.of(self.name)) is None
 
     def deliver(self, delivery: Delivery) -> None:
         assert self._context.deliver is not None
@@ -250,26 +268,26 @@ class VanillaReceiver(Receiver):
         place = self._place
         if self._seen is not None and self._seen[0] == place.news and self._seen[1] is have and deadline is None:
             return None
-        with place.changed:
+        with place.lock:
             while True:
-                item = None if self.closed or self.inline else choose(have, *place.shelf.of(self.name))
+                item = None if self.closed else choose(have, *place.shelf.of(self.name))
                 if item is not None:
                     return item.arena.deliver(item.header, alias=self.alias)
                 self.closed = self.closed or self._ending
                 if deadline is None or deadline.expired or self.closed:
                     self._seen = (place.news, have)
                     return None
-                place.changed.wait(deadline.remaining)
+                place.wait(deadline)
 
     def report(self, event: Applied | Refused) -> None:
-        with self._place.changed:
+        with self._place.lock:
             if self.connected:
                 self._place.events.append(event)
-                self._place.changed.notify_all()
+                self._place.notify()
 
     def close(self, deadline: Deadline) -> None:
         place = self._place
-        with place.changed:
+        with place.lock:
             if place.receivers.get(self.name) is self:
                 del place.receivers[self.name]
                 before = place.shelf.kept()

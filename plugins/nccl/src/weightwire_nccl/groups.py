@@ -1,0 +1,377 @@
+"""Process groups of our own: Gloo or NCCL, built directly on a board, beside and without the user's default group.
+
+A group that fails is never waited for and never used again. Its works may go on for a while, with the buffers that they
+read and write; :class:`Graveyard` holds all of them until they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from weightwire_nccl import forks
+from weightwire_nccl.store import BoardStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightwire_nccl.board import Board
+
+__all__ = [
+    "GlooGroup",
+    "Graveyard",
+    "Group",
+    "GroupError",
+    "NcclGroup",
+    "Works",
+    "device_of",
+    "gpu_label",
+]
+
+c10d: Any = distributed_c10d  # torch types these in parts only
+_cuda: Any = torch.cuda
+IN_FLIGHT = 3
+"""Buckets under way at once: while one is sent, the next is packed, and the engine has another to begin with."""
+ALIGN = 64
+
+
+class GroupError(RuntimeError):
+    """A broadcast failed, or the group could not be made."""
+
+
+class Group(ABC):
+    """One group. ``rank`` 0 is the trainer; all members post the same operations in the same order."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Post the broadcast of a tensor from rank 0; a work to be waited for."""
+
+    @abstractmethod
+    def scatter(self, part: Tensor, parts: Sequence[Tensor]) -> Any:
+        """Post: rank ``n`` gets ``parts[n]`` of rank 0 in ``part``."""
+
+    @abstractmethod
+    def gather(self, whole: Tensor, part: Tensor) -> Any:
+        """Post: everybody gets the parts of all in ``whole``."""
+
+    @abstractmethod
+    def ended(self, work: Any) -> bool:
+        """Whether a work has ended, well or not."""
+
+    @abstractmethod
+    def wait(self, work: Any, seconds: float) -> bool:
+        """Wait that long; whether it has ended well. Raises :class:`GroupError` where it has failed."""
+
+    def finish(self) -> None:  # noqa: B027 - most engines have nothing left to do
+        """After the last work of a version: what was received can be read by anybody."""
+
+    def abort(self) -> None:  # noqa: B027 - Gloo's abort ends nothing
+        """Ask the engine to end what is under way. It may take its time."""
+
+    @abstractmethod
+    def limit(self, timeout: float) -> None:
+        """From now on works end after that many seconds, at the latest."""
+
+    @abstractmethod
+    def leak(self) -> None:
+        """Never run the engine's destructor: it would wait for threads that are not there, or for works that hang."""
+
+
+class Works:
+    """The works of one version over one group, a few at a time.
+
+    ``scatter_allgather`` cuts each bucket into as many parts as there are members. The parts are scattered, then
+    gathered by all, so that what the trainer sends does not grow with the number of workers; the rest that does not
+    divide evenly is broadcast.
+    """
+
+    def __init__(self, group: Group, algorithm: str) -> None:
+        self.group = group
+        self._cut = algorithm == "scatter_allgather"
+        self._posted: deque[list[Any]] = deque()
+
+    @property
+    def full(self) -> bool:
+        return len(self._posted) >= IN_FLIGHT
+
+    def __bool__(self) -> bool:
+        return bool(self._posted)
+
+    def post(self, bucket: Tensor) -> Iterator[None]:
+        """Post a bucket; yields whenever a step has to be waited for before the next can be posted."""
+        group = self.group
+        works: list[Any] = []
+        even = bucket.numel() // (group.size * ALIGN) * ALIGN if self._cut else 0
+        self._posted.append(works)
+        if even:
+            whole = bucket[: even * group.size]
+            parts = list(torch.split(whole, even))
+            scattered = group.scatter(parts[group.rank], parts if group.rank == 0 else ())
+            works.append(scattered)
+            while not group.wait(scattered, 0.02):
+                yield
+            # What the trainer keeps is never written again, not even with what should be the same bytes.
+            into = whole if group.rank else torch.empty_like(whole)
+            works[0] = group.gather(into, parts[group.rank].clone())
+        if even * group.size < bucket.numel():
+            works.append(group.broadcast(bucket[even * group.size :]))
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the oldest bucket; whether it is through. Raises :class:`GroupError`."""
+        works = self._posted[0]
+        while works:
+            if not self.group.wait(works[0], seconds):
+                return False
+            works.pop(0)
+        self._posted.popleft()
+        return True
+
+    @property
+    def ended(self) -> bool:
+        return all(self.group.ended(work) for works in self._posted for work in works)
+
+
+class Graveyard:
+    """Groups that failed, with all that their works still hold."""
+
+    def __init__(self) -> None:
+        self._graves: list[tuple[Group, Works | None, object]] = []
+
+    def bury(self, group: Group, works: Works | None, held: object) -> None:
+        """Keep ``group`` and ``held`` until the works have ended."""
+        group.abort()
+        self._graves.append((group, works, held))
+        self.sweep()
+
+    def sweep(self) -> bool:
+        """Let go what can go; whether nothing is left."""
+        self._graves = [grave for grave in self._graves if grave[1] is not None and not grave[1].ended]
+        return not self._graves
+
+    def close(self, seconds: float) -> None:
+        """Wait that long for the last works, then leave the rest to the end of the process."""
+        until = time.monotonic() + seconds
+        while not self.sweep() and time.monotonic() < until:
+            time.sleep(0.01)
+        self.leak()
+
+    def leak(self) -> None:
+        for group, works, held in self._graves:
+            group.leak()
+            for thing in (works, held):
+                forks.keep(thing)
+        self._graves = []
+
+
+# -- Gloo --------------------------------------------------------------------------------------------------------------
+
+
+def _gloo_device(host: str, interface: str) -> Any:
+    """Where Gloo listens, and with which address others reach it.
+
+    Pairs connect when they are first used, so that making a group waits for nobody. With that, two groups cannot share
+    a device: Gloo tells pairs apart by numbers that are unique only within one.
+    """
+    where = {"interface": interface} if interface else {"hostname": host}
+    return c10d.ProcessGroupGloo.create_device(**where, lazy_init=True)
+
+
+class GlooGroup(Group):
+    """Tensors on the CPU. ``host`` is this end's address, unless ``interface`` names the one to listen on."""
+
+    def __init__(self, board: Board, host: str, interface: str, rank: int, size: int, timeout: float) -> None:
+        """``timeout`` seconds end a work that nobody else ends, and with it the time that a buffer is out of use."""
+        self.rank, self.size = rank, size
+        self._timeout = timedelta(seconds=timeout)
+        self._store = BoardStore(board)
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        options._threads = 2
+        try:
+            options._devices = [_gloo_device(host, interface)]
+            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("weightwire", self._store), rank, size, options)
+        except RuntimeError as exc:
+            raise GroupError(f"no Gloo group of {size}: {exc}") from exc
+
+    def limit(self, timeout: float) -> None:
+        self._timeout = timedelta(seconds=timeout)
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        options = c10d.BroadcastOptions()
+        options.timeout = self._timeout
+        return self._group.broadcast([tensor], options)
+
+    def scatter(self, part: Tensor, parts: Sequence[Tensor]) -> Any:
+        options = c10d.ScatterOptions()
+        options.timeout = self._timeout
+        options.rootRank = 0
+        return self._group.scatter([part], [list(parts)] if parts else [], options)
+
+    def gather(self, whole: Tensor, part: Tensor) -> Any:
+        options = c10d.AllgatherOptions()
+        options.timeout = self._timeout
+        return self._group.allgather([list(torch.split(whole, part.numel()))], [part], options)
+
+    def ended(self, work: Any) -> bool:
+        return bool(work.is_completed())
+
+    def wait(self, work: Any, seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            if not work.is_completed():  # only this slice of time is over
+                return False
+            return self._outcome(work)
+        return True
+
+    @staticmethod
+    def _outcome(work: Any) -> bool:
+        """Of a work that has ended, perhaps just after the wait for it had."""
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            raise GroupError(f"Gloo: {exc}") from exc
+        return True
+
+    def leak(self) -> None:
+        forks.keep(self._group)
+        forks.keep(self._store)
+
+
+# -- NCCL --------------------------------------------------------------------------------------------------------------
+
+_NCCL_SETTINGS = {
+    # Our own aborts, with our own deadlines: NCCL's default is to end the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A communicator that is being made, or that hangs, can be aborted.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+}
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """torch reads these when a group is made, and only then; the user's own groups keep theirs."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class NcclGroup(Group):
+    """Tensors on CUDA devices, one a member. Only where torch was built with NCCL."""
+
+    def __init__(self, board: Board, device: str, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        self._device = torch.device(device)
+        self._board = board
+        self._store = BoardStore(board)
+        torch.cuda.set_device(self._device)  # of this thread
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout)
+        options.config.blocking = 0
+        try:
+            with _environment(_NCCL_SETTINGS):
+                store = c10d.PrefixStore("weightwire", self._store)
+                self._group = c10d.ProcessGroupNCCL(store, rank, size, options)
+        except RuntimeError as exc:
+            raise GroupError(f"no NCCL group of {size}: {exc}") from exc
+
+    def limit(self, timeout: float) -> None:
+        """Works are aborted by us; the engine's own timeout stays what it was."""
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        options = c10d.BroadcastOptions()
+        options.rootRank = 0
+        return self._post(lambda: self._group.broadcast([tensor], options))
+
+    def scatter(self, part: Tensor, parts: Sequence[Tensor]) -> Any:
+        options = c10d.ScatterOptions()
+        options.rootRank = 0
+        return self._post(lambda: self._group.scatter([part], [list(parts)] if parts else [], options))
+
+    def gather(self, whole: Tensor, part: Tensor) -> Any:
+        return self._post(lambda: self._group._allgather_base(whole, part))
+
+    def _post(self, call: Any) -> Any:
+        torch.cuda.set_device(self._device)
+        try:
+            return call()
+        except RuntimeError as exc:
+            raise GroupError(f"NCCL: {exc}") from exc
+
+    def ended(self, work: Any) -> bool:
+        return bool(work.is_completed())
+
+    def wait(self, work: Any, seconds: float) -> bool:
+        # Not work.wait(timeout): it aborts the communicator, and would leave us no slice to look around in.
+        until, pause = time.monotonic() + seconds, 20e-6
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        if work.exception() is not None:
+            raise GroupError("NCCL: a broadcast failed")
+        try:
+            work.wait()  # our stream follows NCCL's from here on
+        except RuntimeError as exc:
+            raise GroupError(f"NCCL: {exc}") from exc
+        return True
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def abort(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it had failed already
+            self._group.abort()
+
+    def leak(self) -> None:
+        forks.keep(self._group)
+        forks.keep(self._store)
+
+
+def device_of(option: str) -> str:
+    """``"cpu"`` or ``"cuda:N"`` for the option ``device``. Raises :class:`~weightwire.CapabilityError`."""
+    from weightwire.errors import CapabilityError
+
+    if option == "cpu" or (option == "auto" and not (_cuda.is_initialized() and _has_nccl())):
+        return "cpu"
+    if not torch.cuda.is_available() or not _has_nccl():
+        what = "has no NCCL" if torch.cuda.is_available() else "sees no CUDA device"
+        raise CapabilityError(f"device={option} asks for a GPU, but torch {torch.__version__} {what} here")
+    index = int(option.partition(":")[2]) if ":" in option else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise CapabilityError(f"device={option}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return f"cuda:{index}"
+
+
+def gpu_label(device: str) -> str:
+    """A label that all processes on one GPU share, whatever index they know it by; empty for the CPU."""
+    if device == "cpu":
+        return ""
+    return str(torch.cuda.get_device_properties(torch.device(device)).uuid)
+
+
+def _has_nccl() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
