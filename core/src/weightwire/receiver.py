@@ -141,6 +141,8 @@ class WeightReceiver:
             have=_weakly(self._have, Have()),
             apply="alias" if lasting and not self._private else "copy",
             stream=stream,
+            trained=_trained(weights),
+            device=_device(weights),
             deliver=_weakly(self._deliver, None) if inline else None,
             deadline=Deadline.after(self.timeout),
             logger=logger,
@@ -192,6 +194,8 @@ class WeightReceiver:
 
     def on_applied(self, hook: Callable[[int], object]) -> Callable[[int], object]:
         """Have ``hook(version)`` called in this thread after each commit, once a version. Works as a decorator."""
+        if not callable(hook):
+            raise TypeError(f"on_applied takes a function of the version's number, not {hook!r}")
         self._hooks.append(hook)
         return hook
 
@@ -506,9 +510,28 @@ def _weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
     return call
 
 
+def _trained(weights: Any) -> str:
+    """Why this target is likely to be written to in place by its user: where it is a Module that is trained."""
+    import torch
+
+    if not isinstance(weights, torch.nn.Module):
+        return ""
+    if weights.training:
+        return "it is in training mode"
+    name = next((name for name, parameter in weights.named_parameters() if parameter.requires_grad), None)
+    return "" if name is None else f"its parameter {name!r} requires grad"
+
+
+def _device(weights: Any) -> str:
+    import torch
+
+    first = next(weights.parameters(), None) if isinstance(weights, torch.nn.Module) else None
+    return "cpu" if first is None else str(first.device)
+
+
 def _checked_name(worker: str | None) -> str | None:
-    if worker is not None and not (0 < len(worker) <= 255 and worker.isprintable()):
-        raise ValueError(f"a worker's name is 1 to 255 printable characters, not {worker[:300]!r}")
+    if worker is not None and not (isinstance(worker, str) and 0 < len(worker) <= 255 and worker.isprintable()):  # type: ignore[redundant-expr]
+        raise ValueError(f"a worker's name is 1 to 255 printable characters, not {worker!r:.300}")
     return worker
 
 

@@ -356,6 +356,8 @@ class ReceiverContext:
     ``apply``: ``"copy"``, the core is done with a delivery's memory when it calls ``release()``; ``"alias"``, tensors
     may live on. ``deliver`` is set where the receiver is inline: the backend calls it within ``stage`` with each
     delivery. ``joined`` is this worker's hello, ready for the wire; ``have()`` is asked anew at each (re)connection.
+    ``trained`` says why the target is likely to be written to in place, where it is: a backend whose delivered memory
+    must not be written to refuses ``alias`` then.
     """
 
     joined: Joined
@@ -363,7 +365,8 @@ class ReceiverContext:
     apply: str = "copy"
     stream: bool = False
     deliver: Callable[[Delivery], None] | None = None
-    device: str = "cpu"
+    trained: str = ""
+    device: str = "cpu"  # on which the target's tensors are
     deadline: Deadline
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("weightwire"))
 

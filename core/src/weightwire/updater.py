@@ -84,8 +84,8 @@ class WeightUpdater:
     ) -> None:
         if digest not in ("auto", "on", "off"):
             raise ValueError(f"digest is {digest!r}; it is one of 'auto', 'on', 'off'")
-        if not isinstance(start_version, int) or start_version < 0:  # type: ignore[redundant-expr]
-            raise ValueError(f"start_version is {start_version}; it is the number of the last version, 0 for none")
+        if not isinstance(start_version, int) or not 0 <= start_version < 2**53:  # type: ignore[redundant-expr]
+            raise ValueError(f"start_version is {start_version!r}; it is the number of the last version, 0 for none")
         parsed = parse(endpoint)
         self._source = Source(weights, select=select, rename=rename, cast=cast)
         self._backend = open_backend(parsed)

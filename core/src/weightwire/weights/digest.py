@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from weightwire.weights.arrays import array_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,5 +19,5 @@ def digest_of(blocks: Iterable[Tensor]) -> bytes:
 
     state = xxhash.xxh3_128()
     for block in blocks:
-        state.update(block.cpu().numpy())  # type: ignore[arg-type]
+        state.update(array_of(block.cpu()))  # type: ignore[arg-type]
     return state.digest()

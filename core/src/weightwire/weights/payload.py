@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from weightwire.transport import Header, Version
+from weightwire.weights.arrays import array_of
 from weightwire.weights.blocks import gathered
 from weightwire.weights.dtypes import torch_dtype
 from weightwire.weights.layout import ALIGNMENT
@@ -126,7 +127,7 @@ class Payload:
     def tensors(self) -> Iterator[Tensor]:
         """Each block as a flat, contiguous uint8 tensor on the CPU, in order: the caller's own memory where it is fit.
 
-        It holds what it should only until the next is asked for, or ``stage`` returns.
+        It holds what it should for as long as it is held, at most until ``stage`` returns.
         """
         import torch
 
@@ -229,7 +230,7 @@ class _Hash:
     def add_block(self, number: int, flat: Tensor) -> None:
         if number == 0:
             self._reset()
-        self._state.update(flat.numpy())  # type: ignore[arg-type]
+        self._state.update(array_of(flat))  # type: ignore[arg-type]
         self._done = self._layout.starts[number + 1]
 
     def digest(self) -> bytes:

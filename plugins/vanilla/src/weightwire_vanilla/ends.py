@@ -96,8 +96,9 @@ class Place:
                 item.arena.drop()
 
     def clear(self) -> None:
-        before, self.shelf = self.shelf.kept(), Shelf()
-        self.let_go(before)
+        if before := self.shelf.kept():
+            self.shelf = Shelf()
+            self.let_go(before)
 
     def wake(self) -> None:
         self.news += 1
@@ -164,11 +165,11 @@ class VanillaSender(Sender):
             else:
                 item = self._shelve(payload, to)
                 deliveries = [(r, item.arena.deliver(item.header, alias=r.alias)) for r in receivers if r.inline]
-            place.events.extend(
-                Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp)
-                for r in receivers
-                if not r.inline  # which says itself, in a moment, that it has applied it
-            )
+                place.events.extend(
+                    Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp)
+                    for r in receivers
+                    if not r.inline  # which says itself, in a moment, that it has applied it
+                )
         with payload.phase("commit"):
             for receiver, delivery in deliveries:
                 receiver.deliver(delivery)
@@ -294,6 +295,6 @@ class VanillaReceiver(Receiver):
                 place.shelf.forget(self.name)
                 place.let_go(before)
                 place.events.append(Left(worker=self.name, incarnation=self.incarnation))
-                place.wake()
-            self.connected = False
+            self.connected, self.closed = False, True
+            place.wake()
         _part(place)

@@ -1,0 +1,182 @@
+"""The Ray that this process was connected to when an end was opened. Nothing here ever starts one, or joins another.
+
+Ray's own functions start a cluster where none is connected ("auto-init"), so that one call after ``ray.shutdown()``
+would bring a new Ray to life. Looking first is not enough, because another thread may shut down in between: calls go
+past that wrapper (``__wrapped__``, as ``functools.wraps`` leaves it).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from weightwire.endpoint import scoped
+from weightwire.errors import WeightwireError
+from weightwire_ray.mailbox import Mailbox
+from weightwire_ray.process import started
+from weightwire_ray.protocol import Facts
+
+if TYPE_CHECKING:
+    from weightwire.endpoint import Endpoint
+    from weightwire_ray.options import RayOptions
+
+__all__ = ["Engine", "EngineGone", "Late", "MailboxGone", "RayNotRunningError", "mailbox_name"]
+
+POLLS = 10_000
+"""Calls that a mailbox has pending at most: one long poll for each worker, and a few more."""
+
+T = TypeVar("T")
+
+
+class RayNotRunningError(WeightwireError, RuntimeError):
+    """This process is not connected to Ray, or not any more."""
+
+
+class MailboxGone(Exception):
+    """The mailbox died, or was never there."""
+
+
+class EngineGone(Exception):
+    """Ray was shut down in this process since the end was opened."""
+
+
+class Engine:
+    """One connection to one cluster.
+
+    Raises:
+        RayNotRunningError: Ray is not initialised here, and the endpoint has no ``address``.
+    """
+
+    def __init__(self, endpoint: Endpoint, options: RayOptions) -> None:
+        if not ray.is_initialized():
+            if not options.address:
+                raise RayNotRunningError(
+                    f"endpoint {str(endpoint)!r}: Ray is not initialised in this process. Call ray.init() first, or "
+                    "ray.init(address='auto') to connect to a running cluster; Weightwire never starts Ray by itself."
+                )
+            ray.init(
+                address=options.address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING
+            )
+        if ray.util.client.ray.is_connected():
+            raise RayNotRunningError(
+                f"endpoint {str(endpoint)!r}: this process is connected through Ray Client (ray.init('ray://...')), "
+                "which has no object store. Run the trainer and the workers inside the cluster."
+            )
+        context = ray.get_runtime_context()
+        self.node: str = context.get_node_id()
+        self._worker: str = context.get_worker_id()
+        self.facts = Facts(self.node, os.getpid(), started(os.getpid()), context.get_actor_id() or "")
+
+    @property
+    def alive(self) -> bool:
+        """Whether this process is still connected as it was."""
+        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._worker)
+
+    def check(self) -> None:
+        if not self.alive:
+            raise EngineGone("Ray was shut down in this process")
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def send(self, mailbox: Any, method: str, *args: Any) -> Future[Any]:
+        """Call the mailbox; do not wait. Raises :class:`EngineGone`."""
+        self.check()
+        bound = getattr(mailbox, method)
+        try:
+            future: Future[Any] = _unhooked(bound._remote)(args, {}).future()
+        except Exception as exc:
+            self.check()
+            raise MailboxGone(str(exc)) from exc
+        return future
+
+    def ask(self, mailbox: Any, method: str, *args: Any, timeout: float) -> Any:
+        """Call the mailbox and wait for its answer.
+
+        Raises :class:`MailboxGone`, :class:`EngineGone`, and :class:`Late` at the timeout.
+        """
+        return self.answer(self.send(mailbox, method, *args), timeout)
+
+    def answer(self, future: Future[Any], timeout: float = 0.0) -> Any:
+        """What came of a call. Raises as :meth:`ask` does."""
+        try:
+            return future.result(timeout)
+        except Late:
+            self.check()
+            raise
+        except ActorUnavailableError as exc:  # for now; it may well live
+            self.check()
+            raise Late(str(exc)) from exc
+        except RayActorError as exc:
+            self.check()
+            raise MailboxGone(str(exc)) from exc
+
+    def get(self, refs: Sequence[Any], timeout: float) -> list[Any]:
+        """Objects of the store. Raises Ray's errors, ``GetTimeoutError`` among them, and :class:`EngineGone`."""
+        self.check()
+        found: list[Any] = _unhooked(ray.get)(list(refs), timeout=timeout)
+        return found
+
+    def put(self, value: Any) -> Any:
+        """A reference to a copy of ``value`` in the store."""
+        self.check()
+        return _unhooked(ray.put)(value)
+
+    # -- mailboxes ---------------------------------------------------------------------------------------------------
+
+    def make_mailbox(self, name: str, namespace: str, *args: Any) -> Any:
+        """A mailbox on this node, which lives no longer than this process. Raises ``ValueError`` where the name is
+        taken."""
+        self.check()
+        options = {
+            "name": name,
+            "namespace": namespace,
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "max_concurrency": POLLS,
+            "enable_task_events": False,  # long polls would fill Ray's own books
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
+        }
+        return _unhooked(_actor_class()._remote)(list(args), {}, **options)
+
+    def find_mailbox(self, name: str, namespace: str) -> Any:
+        """Raises :class:`MailboxGone` where there is none of that name."""
+        self.check()
+        try:
+            return _unhooked(ray.get_actor)(name, namespace=namespace)
+        except (ValueError, RayError) as exc:
+            self.check()
+            raise MailboxGone(f"there is no actor {name!r} in namespace {namespace!r}") from exc
+
+    def kill(self, mailbox: Any) -> None:
+        """End a mailbox; a dead one, too: Ray leaves its name to it until somebody says so."""
+        if self.alive:
+            _unhooked(ray.kill)(mailbox, no_restart=True)
+
+
+def mailbox_name(location: str) -> str:
+    """The name of the mailbox actor of a location, apart for each job."""
+    return f"weightwire/{scoped(location)}"
+
+
+@cache
+def _actor_class() -> Any:
+    return ray.remote(Mailbox)
+
+
+def _unhooked(function: Callable[..., T]) -> Callable[..., T]:
+    """The function without the wrapper that starts Ray."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return function
+    owner = getattr(function, "__self__", None)
+    return inner if owner is None else partial(inner, owner)

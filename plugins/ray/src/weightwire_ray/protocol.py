@@ -1,0 +1,42 @@
+"""What travels between the ends and the mailbox: plain tuples, bytes and references, which Ray pickles by itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from weightwire.transport import Version
+
+__all__ = ["CLOSED", "NEWS", "PROTOCOL", "QUIET", "UNKNOWN", "Facts", "Item", "Told", "told"]
+
+PROTOCOL = 1
+"""Grows when ends and mailbox of different releases could not talk to each other."""
+
+# The first word of the mailbox's answer to a worker's long poll.
+NEWS, QUIET, UNKNOWN, CLOSED = "news", "quiet", "unknown", "closed"
+
+
+class Facts(NamedTuple):
+    """Where a process is, for whoever watches over it. ``started`` is 0 where that cannot be known."""
+
+    node: str
+    pid: int
+    started: int
+    actor: str = ""
+
+
+class Item(NamedTuple):
+    """One version: header, and references to buckets. Each bucket is a list of flat uint8 arrays, a block each."""
+
+    stamp: Version
+    base: Version | None
+    header: bytes
+    buckets: list[Any]
+
+
+Told = tuple[Version | None, Version | None]
+"""Which full version and which subset: those a worker has, or those that it is to have."""
+
+
+def told(offer: tuple[Item | None, Item | None]) -> Told:
+    full, subset = offer
+    return (full and full.stamp, subset and subset.stamp)

@@ -1,0 +1,236 @@
+"""Workers as actors and tasks: joining, dying, standing still, coming back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from weightwire import WeightReceiver, WeightUpdater
+from weightwire.errors import EndpointInUseError, WaitTimeout, WorkerLostError
+from weightwire.testing.rig import took
+from weightwire.testing.states import counters
+from weightwire.testing.workers import until
+from weightwire_ray.engine import mailbox_name
+
+Hire = Callable[..., Any]
+
+
+def get(call: Any, timeout: float = 20.0) -> Any:
+    return ray.get(call, timeout=timeout)
+
+
+def mailbox(place: str) -> Any:
+    return ray.get_actor(mailbox_name(place.removeprefix("ray://")), namespace="weightwire")
+
+
+def test_actors_and_a_task_take_what_is_pushed(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    @ray.remote(num_cpus=0)
+    def task(endpoint: str) -> int:
+        with WeightReceiver(endpoint, counters(0), worker="task", timeout=20) as receiver:
+            return receiver.wait(2)
+
+    a, b, done = hire(place, "a"), hire(place, "b"), task.remote(place)
+    updater.wait_for_workers(3)
+    updater.push(counters(1))
+    assert [get(actor.pull.remote()) for actor in (a, b)] == [1, 1]
+    updater.push(counters(2))
+    assert get(done) == 2
+    pulling = [actor.pull.remote(10.0) for actor in (a, b)]
+    updater.wait(2, workers=["a", "b"])
+    assert get(pulling) == [2, 2]
+    until(lambda: set(updater.workers) == {"a", "b"}, "the task's goodbye")
+
+
+@pytest.mark.parametrize("how", ["exit", "ray.kill"])
+def test_a_dead_actor_is_lost_and_named(place: str, updater: WeightUpdater, hire: Hire, how: str) -> None:
+    victim, other = hire(place, "victim"), hire(place, "other")
+    updater.wait_for_workers(2)
+    pulling = other.pull.remote(10.0)
+    if how == "exit":
+        victim.die.remote()
+    else:
+        ray.kill(victim)
+    with took(at_most=5.0), pytest.raises(WorkerLostError, match="victim"):
+        updater.push(counters(1), wait="applied", timeout=10.0)
+    assert get(pulling) == 1
+    assert set(updater.workers) == {"other"}
+
+
+def test_a_restarted_actor_is_a_new_incarnation_and_not_ready_until_current(
+    place: str, updater: WeightUpdater, hire: Hire
+) -> None:
+    worker = hire(place, "w", actor={"max_restarts": 1})
+    updater.wait_for_workers(1)
+    updater.push(counters(1))
+    assert get(worker.pull.remote()) == 1
+    before = updater.workers["w"].incarnation
+    worker.die.remote()
+
+    def back() -> bool:
+        now = updater.workers.get("w")
+        return now is not None and now.incarnation != before
+
+    until(back, "the actor is back")
+    until(lambda: _answers(worker), "the actor answers", timeout=20)
+    assert get(worker.look.remote())["ready"] is False
+    assert get(worker.pull.remote()) == 1
+    with pytest.raises(WorkerLostError, match="w"):
+        updater.wait(1)
+    updater.push(counters(2))
+    assert get(worker.wait.remote(2)) == 2
+
+
+def _answers(actor: Any) -> bool:
+    try:
+        get(actor.look.remote())
+    except ray.exceptions.RayActorError:
+        return False
+    return True
+
+
+def test_a_stopped_actor_costs_its_deadline_once_and_is_named(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    stopped, other = hire(place, "stopped"), hire(place, "other")
+    updater.wait_for_workers(2)
+    pid = get(stopped.pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        pulling = other.pull.remote(10.0)
+        with took(at_most=3.0), pytest.raises(WaitTimeout, match="stopped"):
+            updater.push(counters(1), wait="applied", timeout=1.0)
+        assert get(pulling) == 1
+        with took(at_most=3.0):
+            for version in range(2, 22):
+                updater.push(counters(version))
+        assert updater.workers["stopped"].state == "stuck"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert get(stopped.wait.remote(21)) == 21
+    assert updater.wait(21, workers=["stopped"]).receipts["stopped"].state == "applied"
+
+
+def test_a_killed_mailbox_is_made_again(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    worker = hire(place, "w")
+    updater.wait_for_workers(1)
+    updater.push(counters(1))
+    updater.push({"layer0.weight": counters(2)["layer0.weight"]}, partial=True)
+    assert get(worker.pull.remote()) == 2
+    first = mailbox(place)
+    ray.kill(first)
+    report = updater.push(counters(3), timeout=10.0)
+    assert report.version == 3
+    assert get(worker.wait.remote(3)) == 3
+    until(lambda: "w" in updater.workers and updater.workers["w"].version == 3, "the worker has come back")
+    assert get(hire(place, "late").pull.remote()) == 3
+
+
+def test_a_mailbox_that_dies_between_pushes_still_has_everything(
+    place: str, updater: WeightUpdater, hire: Hire
+) -> None:
+    a, b = hire(place, "a"), hire(place, "b")
+    updater.wait_for_workers(2)
+    updater.push(counters(1))
+    updater.push(counters(2), workers=["b"])
+    first = mailbox(place)._actor_id
+    ray.kill(mailbox(place))
+    until(lambda: _mailbox_id(place) not in (first, None), "the mailbox is made again")
+    assert get(hire(place, "late").pull.remote()) == 1
+    assert get([a.pull.remote(), b.pull.remote()]) == [1, 2]
+
+
+def test_who_dies_together_with_the_mailbox_is_lost(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    victim, other = hire(place, "victim"), hire(place, "other")
+    updater.wait_for_workers(2)
+    pid = get(victim.pid.remote())
+    os.kill(pid, signal.SIGSTOP)  # so that nothing of it comes back
+    ray.kill(mailbox(place))
+    os.kill(pid, signal.SIGKILL)
+    pulling = other.pull.remote(15.0)
+    with took(at_most=12.0), pytest.raises(WorkerLostError, match="victim"):
+        updater.push(counters(1), wait="applied", timeout=12.0)
+    assert get(pulling) == 1
+
+
+def _mailbox_id(place: str) -> Any:
+    try:
+        return mailbox(place)._actor_id
+    except ValueError:
+        return None
+
+
+def test_a_second_updater_is_refused_until_the_first_is_dead(
+    place: str, hire: Hire, opened: Callable[[Any], Any]
+) -> None:
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        def __init__(self, endpoint: str) -> None:
+            self.updater = WeightUpdater(endpoint, timeout=20)
+
+        def push(self, version: int) -> tuple[int, int]:
+            return self.updater.push(counters(version)).version, self.updater.run
+
+    first, worker = Trainer.remote(place), hire(place, "w")
+    _, run = get(first.push.remote(1))
+    assert get(worker.pull.remote()) == 1
+    with took(at_most=5.0), pytest.raises(EndpointInUseError, match=place):
+        WeightUpdater(place)
+    ray.kill(first)
+    until(lambda: not get(worker.look.remote())["connected"], "the worker learns of it")
+    assert get(worker.look.remote())["value"] == 1
+    second = opened(WeightUpdater(place, timeout=20))
+    assert second.run > run
+    second.push(counters(7))
+    assert get(worker.pull.remote(10.0)) == 1, "the first version of its run"
+    assert get(worker.look.remote()) | {"run": second.run, "value": 7} == get(worker.look.remote())
+
+
+def test_one_name_for_two_actors_is_refused(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    first = hire(place, "w")
+    updater.wait_for_workers(1)
+    with pytest.raises(ray.exceptions.RayTaskError, match="another live worker is called 'w'"):
+        get(hire(place, "w").pull.remote(5.0))
+    updater.push(counters(1))
+    assert get(first.pull.remote()) == 1
+
+
+def test_an_empty_location_is_handed_on(hire: Hire, opened: Callable[[Any], Any], cluster: str) -> None:
+    one, two = opened(WeightUpdater("ray", timeout=20)), opened(WeightUpdater("ray", timeout=20))
+    assert one.endpoint != two.endpoint
+    worker = hire(one.endpoint, "w")
+    one.push(counters(1))
+    two.push(counters(2))
+    assert get(worker.pull.remote()) == 1
+    assert get(worker.look.remote())["value"] == 1
+
+
+def test_goodbye_reaches_everybody(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    workers = [hire(place, f"w{i}") for i in range(3)]
+    updater.wait_for_workers(3)
+    updater.push(counters(1))
+    assert get([worker.pull.remote() for worker in workers]) == [1, 1, 1]
+    updater.close()
+    for worker in workers:
+        until(lambda w=worker: get(w.look.remote())["closed"], "the worker learns that it is over")  # type: ignore[misc]
+
+
+def test_nothing_new_is_one_look_at_an_attribute(
+    place: str, updater: WeightUpdater, opened: Callable[[Any], Any]
+) -> None:
+    receiver = opened(WeightReceiver(place, counters(0)))
+    updater.push(counters(1))
+    receiver.pull()
+    receiver.pull(0.0)
+    best = min(_seconds(receiver) for _ in range(20))
+    assert best < 2e-6
+
+
+def _seconds(receiver: WeightReceiver) -> float:
+    begun = time.perf_counter()
+    for _ in range(1000):
+        receiver.pull(0.0)
+    return (time.perf_counter() - begun) / 1000
