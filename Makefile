@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 # TensorDict, Ray and friends are optional to users; developers get all that the tests and figures need.
 PACKAGES := -e "core[cli,testing]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench]"
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CODE := conftest.py core plugins tests examples benchmarks
 
 .DEFAULT_GOAL := help
@@ -21,15 +22,18 @@ setup: $(STAMP)  ## make .venv, with all packages editable and what the tests, t
 
 # torch first and alone: it is by far the largest, and everything else builds on the version that constraints.txt names.
 $(STAMP): pyproject.toml constraints.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PACKAGES)
-	$(BIN)/python -m pip check
+	@echo "setting up .venv, once: it takes minutes, the network and room on the disk"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo "installing torch (large) ..."
+	@$(INSTALL) torch
+	@echo "installing the packages of this repository, and what their tests, demo and benchmarks need ..."
+	@$(INSTALL) $(PACKAGES)
+	@$(BIN)/python -m pip check
 	@touch $@
 
 demo: $(STAMP)  ## learn CartPole with workers that get their policy through Weightwire (BACKEND=ipc WORKERS=2 SECONDS=60)
-	$(BIN)/python examples/cartpole.py $(if $(BACKEND),--backend "$(BACKEND)") $(if $(WORKERS),--workers $(WORKERS)) \
-	    $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS)
+	$(strip $(BIN)/python examples/cartpole.py $(if $(BACKEND),--backend "$(BACKEND)") \
+	    $(if $(WORKERS),--workers $(WORKERS)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS))
 
 test: $(STAMP)  ## every test but the soak, and how long each part took
 	$(BIN)/python -m pytest -m "not soak" --durations=15 --budget $(ARGS)

@@ -34,7 +34,8 @@ class Standing:
 
 @dataclass
 class Moment:
-    """One push: when (seconds), the mean return by then, the largest lag (versions), and how long it took (seconds)."""
+    """One push: when (seconds since the first experience), the mean return by then, the largest lag (versions), and how
+    long it took (seconds)."""
 
     at: float
     mean_return: float
@@ -51,8 +52,9 @@ class View:
         self.standings = {name: Standing() for name in workers}
         self.returns: deque[float] = deque([0.0] * RECENT, maxlen=RECENT)
         self.history: list[Moment] = []
+        self.pushes: list[float] = []  # seconds
         self.nbytes = 0
-        self._begun = time.perf_counter()
+        self._begun = 0.0  # when the first report came in
         self._line_at = 0.0
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
@@ -72,6 +74,7 @@ class View:
 
     def reported(self, report: Report) -> None:
         """A worker's report has come in."""
+        self._begun = self._begun or time.perf_counter()
         standing = self.standings[report.worker]
         standing.version = report.version
         if report.rollout:
@@ -79,19 +82,31 @@ class View:
             standing.returns.extend(report.returns)
             self.returns.extend(report.returns)
 
+    def say(self, line: str) -> None:
+        """Print a line, above the table where there is one."""
+        self.console.print(line, soft_wrap=True)
+
     def pushed(self, report: PushReport) -> None:
-        """A version has been pushed."""
-        for name in report.lost:
-            self.standings[name].lost = True
+        """A version has been pushed after an update: a point of the plot."""
+        self._count(report)
         lags = [report.version - s.version for s in self.standings.values() if s.version and not s.lost]
         at = time.perf_counter() - self._begun
-        self.history.append(Moment(at, self.mean_return, max(lags, default=0), sum(report.seconds.values())))
+        self.history.append(Moment(at, self.mean_return, max(lags, default=0), self.pushes[-1]))
+        if not self._live and at >= self._line_at:
+            self._line_at = at + LINE_EVERY
+            self.say(self._line(report))
+
+    def finished(self, report: PushReport) -> None:
+        """The last version has been pushed: the one before it once more, with the order to play."""
+        self._count(report)
+
+    def _count(self, report: PushReport) -> None:
+        for name in report.lost:
+            self.standings[name].lost = True
+        self.pushes.append(sum(report.seconds.values()))
         self.nbytes += report.nbytes
         if self._live:
             self._live.update(Group(self._workers(report.version), self._push(report)), refresh=True)
-        elif at >= self._line_at:
-            self._line_at = at + LINE_EVERY
-            self.console.print(self._line(report), soft_wrap=True)
 
     def _workers(self, version: int) -> Table:
         title = f"{self.endpoint}   version {version}   return {self.mean_return:.0f}"
@@ -137,8 +152,9 @@ class View:
             axis.plot(at, values, linewidth=1.2)
             axis.set_ylabel(label)
             axis.set_ylim(bottom=0)
+            axis.set_xlim(left=0)
             axis.grid(alpha=0.3)
-        axes[-1].set_xlabel("seconds")
+        axes[-1].set_xlabel("seconds since the first experience")
         figure.suptitle(f"CartPole over {self.endpoint}, {len(self.standings)} workers")
         figure.savefig(path, dpi=120)
         pyplot.close(figure)

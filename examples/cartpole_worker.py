@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import queue
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +34,18 @@ class Report:
 
 def work_in_process(endpoint: str, name: str, seed: int, reports: Any) -> None:
     """:func:`work` as the target of a process."""
+    threading.Thread(target=end_with_the_trainer, daemon=True).start()
     torch.set_num_threads(1)  # many workers share the cores
     reports.cancel_join_thread()  # what is left in the queue when the trainer is done, nobody reads
     work(endpoint, name, seed, reports)
+
+
+def end_with_the_trainer() -> None:
+    """End this process when the one that has started it is gone, however that went: killed, it says no goodbye."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    os._exit(1)
 
 
 def work(endpoint: str, name: str, seed: int, reports: Any) -> None:
@@ -57,12 +70,9 @@ def work(endpoint: str, name: str, seed: int, reports: Any) -> None:
             elif report is None:
                 returns, rollout = actor.collect()
                 report = Report(name, receiver.version, returns, rollout)
-            try:
+            with contextlib.suppress(queue.Full):  # look around once more, and try it again
                 reports.put(report, timeout=0.5)
                 report = None
-            except queue.Full:
-                if not receiver.connected:  # the trainer is gone without a goodbye, and so is who reads the queue
-                    break
 
 
 class Actor:

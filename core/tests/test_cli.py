@@ -112,6 +112,19 @@ def test_check_tells_what_is_broken(only_fakes: FakeDist, capfd: pytest.CaptureF
     assert "(weightwire-dead 1.0): its process ended with status 7" in out
 
 
+def test_check_of_some(only_fakes: FakeDist, capfd: pytest.CaptureFixture[str]) -> None:
+    only_fakes("weightwire-some", {"some": "cli_some"}, cli_some=GOOD, cli_plain=GOOD, cli_faulty="def")
+    only_fakes("weightwire-other", {"other": "cli_other"}, cli_other="raise RuntimeError")
+    assert main(["backends", "--check", "some", "import:cli_plain"]) == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["NAME", "some", "import:cli_plain"]
+    assert main(["backends", "some", "import:cli_faulty", "nowhere", "--check", "--json"]) == 1
+    errors = [entry["error"] for entry in json.loads(capfd.readouterr().out)]
+    assert errors[0] == ""
+    assert "SyntaxError" in errors[1]
+    assert "sys.path" not in errors[1]
+    assert errors[2].startswith("no backend 'nowhere' is installed.")
+
+
 def test_check_is_bounded(
     only_fakes: FakeDist, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +139,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == (0 if command else 2)
     said = "".join(capsys.readouterr())
     assert (weightwire.__version__ if command == ["--version"] else "backends") in said
+    assert "<bool>" not in said
 
 
 @pytest.mark.parametrize("command", [["backend"], ["backends", "--chek"], ["backends", "extra"], ["--nonsense"]])

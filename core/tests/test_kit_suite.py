@@ -161,8 +161,6 @@ def run_suite(folder: Path, cases: str, fault: str = "") -> str:
         "-rs",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "weightwire.testing.plugin",
         "-k",
         cases,
     ]
@@ -187,6 +185,8 @@ def test_a_right_backend_passes(tmp_path: Path) -> None:
     assert "import:tiny does not claim processes" in said
     assert "ours are numbers" in said
     assert "time budget" in said
+    assert "test_tiny.py::TestTiny: " in said
+    assert "Warning" not in said
 
 
 @pytest.mark.parametrize(
@@ -200,3 +200,20 @@ def test_a_right_backend_passes(tmp_path: Path) -> None:
 def test_a_wrong_backend_is_caught(tmp_path: Path, fault: str, case: str) -> None:
     said = run_suite(tmp_path, case, fault)
     assert " failed" in said, said
+
+
+def test_the_plugin_is_light_and_silent_without_a_suite(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
+    (tmp_path / "test_other.py").write_text(
+        "import sys, pytest\n"
+        "class TestOther:\n"
+        "    @pytest.mark.soak\n"
+        "    def test_it(self, request):\n"
+        "        assert request.config.pluginmanager.has_plugin('weightwire.testing.plugin')\n"
+        "        heavy = {'torch', 'hypothesis', 'psutil', 'msgspec', 'weightwire.testing.suite'}\n"
+        "        assert not heavy & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "time budget" not in run.stdout

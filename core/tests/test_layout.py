@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from weightwire.testing.states import makeable, random_bits
 from weightwire.weights.dtypes import DTYPES
@@ -69,6 +71,26 @@ def test_every_dtype_in_a_block_of_any_length(dtype: str) -> None:
         assert tensor.shape == entry.shape
         assert tensor.data_ptr() == block.data_ptr() + entry.offset
     assert view(Entry("x", dtype, (0, 3), 0), block[:0]).shape == (0, 3)
+
+
+def test_views_over_an_array_are_the_same_in_storages_of_their_own() -> None:
+    entries = [Entry(dtype, dtype, (2, 3), number) for number, dtype in enumerate(makeable())]
+    sizes = [6 * DTYPES[entry.dtype] for entry in entries]
+    late = Entry("late", "float32", (2,), len(sizes), 4)
+    layout = Layout(
+        (*entries, late, *(replace(entry, block=entry.block + len(sizes) + 1) for entry in LAYOUT.entries)),
+        (*sizes, 12, *LAYOUT.sizes),
+    )
+    array = np.random.default_rng(0).integers(0, 2, layout.nbytes, dtype=np.uint8)
+    views, blocks = layout.array_views(array), layout.array_blocks(array)
+    for tensor, like in zip(views, layout.views(blocks), strict=True):
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (like.dtype, like.shape, like.stride())
+        assert tensor.data_ptr() == like.data_ptr()
+    assert [block.numel() for block in blocks] == list(layout.sizes)
+    storages = [tensor.untyped_storage()._cdata for tensor in views]
+    ties = {layout.index[name] for name in ("w", "w.t", "row")}
+    assert len(set(storages)) == len(storages) - 2
+    assert len({storages[position] for position in ties}) == 1
 
 
 @given(st.data())

@@ -285,10 +285,13 @@ FAULTS = {
     "unknown": (GOOD + "\n@hookimpl\ndef zzz(): pass\n", ["unknown hook zzz", "There are: weightwire_backend"]),
     "arguments": (GOOD.replace("receiver(context)", "receiver(cntext)"), ["cannot be registered", "cntext"]),
     "empty": ("", ["required hook weightwire_backend, weightwire_make_receiver, weightwire_make_sender is missing"]),
-    "no_info": (GOOD.replace("return BackendInfo", "return dict"), ["weightwire_backend gave a dict"]),
-    "none_info": (GOOD.replace("return BackendInfo", "BackendInfo"), ["weightwire_backend gave a NoneType"]),
+    "no_info": (GOOD.replace("return BackendInfo", "return dict"), ["weightwire_backend gave an object of type dict"]),
+    "none_info": (
+        GOOD.replace("return BackendInfo", "BackendInfo"),
+        ["weightwire_backend gave an object of type NoneType"],
+    ),
     "capability": (GOOD.replace('{"processes"}', '{"teleport"}'), ["capabilities has teleport", "late_join"]),
-    "capabilities": (GOOD.replace('frozenset({"processes"})', '"cuda"'), ["capabilities is a str"]),
+    "capabilities": (GOOD.replace('frozenset({"processes"})', '"cuda"'), ["capabilities is of type str"]),
     "pickles": (GOOD.replace('"good"', '"", pickles="some"'), ["pickles is 'some'", "none, engine, own"]),
     "options": (GOOD.replace('"good"', '"", options=dict'), ["options is <class 'dict'>", "msgspec.Struct"]),
 }
@@ -327,8 +330,8 @@ def make_sender(fake_dist: FakeDist, name: str, body: str) -> Sender:
 @pytest.mark.parametrize(
     ("name", "body", "part"),
     [
-        ("s_none", "return None", "gave a NoneType, not a weightwire.transport.Sender"),
-        ("s_type", "return MyReceiver()", "gave a MyReceiver, not a weightwire.transport.Sender"),
+        ("s_none", "return None", "gave an object of type NoneType, not a weightwire.transport.Sender"),
+        ("s_type", "return MyReceiver()", "gave an object of type MyReceiver, not a weightwire.transport.Sender"),
         ("s_class", "return MySender", "not a weightwire.transport.Sender"),
         ("s_place", "return MySender(None, 7)", "endpoint is None and its epoch 7; text"),
         ("s_epoch", "return MySender('x', 4)", "its epoch 4; text to hand to workers and at least 5"),
@@ -343,7 +346,9 @@ def test_a_wrong_sender(name: str, body: str, part: str, fake_dist: FakeDist) ->
 
 def test_a_wrong_receiver(fake_dist: FakeDist) -> None:
     fake_dist("weightwire-r", {"r": "r_mod"}, r_mod=GOOD.replace("return MyReceiver()", "return 3"))
-    with pytest.raises(InvalidBackendError, match=r"weightwire_make_receiver gave a int, not a .*Receiver"):
+    with pytest.raises(
+        InvalidBackendError, match=r"weightwire_make_receiver gave an object of type int, not a .*Receiver"
+    ):
         opened("r").make_receiver(parse("r"), None, receiver_context())
 
 

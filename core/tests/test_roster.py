@@ -118,6 +118,83 @@ def test_what_the_trainers_preflight_said_is_not_said_again_by_the_worker() -> N
     assert len(roster.take_failures()) == 1
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        (1, 2, 3),
+        (1, 3),
+        (3,),
+        (2, 1, 3),
+        (3, 2, 1),
+    ],
+)
+def test_refusals_that_come_in_any_order_are_told_once(order: tuple[int, ...]) -> None:
+    roster = roster_with("a")
+    for stamp in (V1, V2, V3):
+        roster.refuse_here("a", stamp, "wrong shape")
+    assert [failure.version for failure in roster.take_failures()] == [1, 2, 3]
+    for number in order:
+        roster.observe(refused("a", Version(7, number)))
+    assert roster.take_failures() == []
+    assert roster.receipt("a", V3).state == "refused"
+
+
+def test_an_old_refusal_does_not_hide_a_newer_one() -> None:
+    roster = roster_with("a")
+    roster.observe(refused("a", V3, kind="apply", phase="commit"))
+    roster.observe(refused("a", V1))
+    assert (roster.receipt("a", V3).state, roster.receipt("a", V3).phase) == ("failed", "commit")
+    assert {failure.version for failure in roster.take_failures()} == {1, 3}
+
+
+def test_what_was_refused_here_is_forgotten_with_the_worker() -> None:
+    roster = roster_with("a", "b")
+    for name in ("a", "b", "gone"):
+        roster.refuse_here(name, V1, "wrong shape")
+    assert {failure.worker for failure in roster.take_failures()} == {"a", "b"}
+    roster.observe(Left(worker="a", incarnation=1))
+    roster.observe(Joined(worker="b", incarnation=2))
+    assert roster._refused_here == {}
+    roster.observe(Refused(worker="b", incarnation=2, stamp=V1, kind="refused", phase="verify", error="no"))
+    assert len(roster.take_failures()) == 1, "the new one's own word"
+
+
+def test_what_a_worker_has_of_another_trainer_does_not_count() -> None:
+    roster = roster_with()
+    ahead = Version(9, 5)
+    roster.observe(Joined(worker="a", incarnation=1, have=Have(ahead, ahead, ahead)))
+    assert roster.workers["a"].version == 5
+    assert roster.pending(["a"], V1, "staged") == roster.pending(["a"], V1, "applied") == ["a"]
+    roster.epochs.add(10)
+    stamp = Version(10, 2)
+    roster.observe(Applied(worker="a", incarnation=1, stamp=stamp))
+    assert roster.pending(["a"], stamp, "applied") == roster.pending(["a"], V1, "applied") == []
+
+
+def test_a_stuck_worker_counts_for_what_it_has() -> None:
+    roster = roster_with("a")
+    roster.observe(Applied(worker="a", incarnation=1, stamp=V1))
+    roster.time_out(["a"], V2, "applied", 1.0)
+    assert roster.receipt("a", V1).state == "applied"
+    assert (roster.stuck(["a"], V1), roster.stuck(["a"], V2)) == ([], ["a"])
+
+
+def test_a_loss_that_was_told_is_still_a_loss() -> None:
+    roster = roster_with("a")
+    roster.observe(Lost(worker="a", incarnation=1, reason="killed"))
+    roster.take_failures()  # by one of two threads that wait
+    assert roster.receipt("a", V1).state == "lost"
+
+
+def test_a_goodbye_after_a_loss_of_that_name_is_a_goodbye() -> None:
+    roster = roster_with("a")
+    roster.observe(Lost(worker="a", incarnation=1, reason="killed"))
+    roster.observe(Joined(worker="a", incarnation=2))
+    roster.observe(Left(worker="a", incarnation=2))
+    assert roster.receipt("a", V1).state == "left"
+    assert [failure.kind for failure in roster.take_failures()] == [WorkerLostError]
+
+
 def test_a_hook_that_failed_is_told_beside_an_applied_version() -> None:
     roster = roster_with("a")
     roster.observe(Applied(worker="a", incarnation=1, stamp=V1, error="hook h raised"))

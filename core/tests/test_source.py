@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weightwire.errors import PreflightError
 from weightwire.testing.states import Tied, bits, snapshot
+from weightwire.weights import walk
 from weightwire.weights.source import Source, State
 
 
@@ -636,3 +637,56 @@ def _seconds(function: Callable[[], object]) -> float:
     begun = time.perf_counter()
     function()
     return time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guards", "no guards"])
+def test_every_change_of_a_tensor_is_noticed_with_and_without_torch_s_guards(
+    guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if guarded:
+        assert walk._tensor_guards() is not None, "this torch's guards are not what they were: looking costs more"
+    else:
+        monkeypatch.setattr(walk, "_tensor_guards", lambda: None)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    weight = model[3].weight
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda data: data.t(),
+        lambda data: data.view(2, 8),
+        lambda data: data[:2],
+        lambda data: data.view(torch.int32),
+        lambda data: data.double(),
+    ]
+    for change in changes:
+        kept = weight.data
+        guard, known = walk.Guard(), walk.signature(list(model.parameters()))
+        assert all(guard.unchanged(known, list(model.parameters())) for _ in range(3))
+        weight.requires_grad_(False)
+        weight.data = change(kept)
+        assert not guard.unchanged(known, list(model.parameters()))
+        weight.data = kept
+        assert guard.unchanged(known, list(model.parameters()))
+        weight.requires_grad_()
+        assert guard.unchanged(known, list(model.parameters()))
+
+
+def test_parameters_in_a_new_dictionary_are_found() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    source = Source(model)
+    source.extract()
+    model[1]._parameters = dict(model[1]._parameters)
+    source.extract()
+    model[1].weight = nn.Parameter(torch.full((2, 2), 5.0))
+    state = source.extract()
+    assert state.tensors[state.layout.index["1.weight"]] is model[1].weight
+
+
+def test_parameters_in_another_order_keep_their_names() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    source = Source(model)
+    source.extract()
+    weight = model[1].weight
+    del model[1].weight
+    model[1].weight = weight
+    for _ in range(2):
+        state = source.extract()
+        assert state.tensors[state.layout.index["1.weight"]] is weight

@@ -1,21 +1,53 @@
-"""Objects that own sockets, locks or threads belong to the process that made them; this tells whether we are still in
-it."""
+"""Objects that own sockets, locks or threads belong to the process that made them.
+
+:class:`Origin` tells whether we are still in it; :func:`forbid` has a forked child let go of descriptors that it must
+not keep: a socket, or a lock, would live on in it after its holder has died.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import weakref
+from typing import Any, ClassVar
 
 from weightwire.errors import ClosedError
 
-__all__ = ["Origin"]
+__all__ = ["Origin", "forbid", "give_up", "keep"]
 
 
-class _Count:
-    value = 0
+class _State:
+    """The module state: how often we were forked, and everything in this process that owns such descriptors."""
+
+    forks: ClassVar[int] = 0
+    owners: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+
+def forbid(owner: Any) -> None:
+    """Have ``owner.in_child()`` called in every forked child. It may only close descriptors: no locks, no waiting."""
+    _State.owners.add(owner)
+
+
+def give_up(*fds: int) -> None:
+    """Close descriptors in the child; the parent's stay as they are."""
+    for fd in fds:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def keep(*things: object) -> None:
+    """Never free these: their destructors would wait for threads that are not in the child."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _after_fork() -> None:
-    _Count.value += 1
+    _State.forks += 1
+    for owner in list(_State.owners):
+        with contextlib.suppress(Exception):
+            owner.in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -28,15 +60,15 @@ class Origin:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._count = _Count.value
+        self._count = _State.forks
 
     @property
     def here(self) -> bool:
-        return self._count == _Count.value
+        return self._count == _State.forks
 
     def check(self) -> None:
         """Raise :class:`~weightwire.ClosedError` in a forked child."""
-        if self._count != _Count.value:
+        if self._count != _State.forks:
             raise ClosedError(
                 f"{self.what} was made in another process, of which this one is a fork: its sockets and locks stayed "
                 "there. Make a new one here."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from weightwire.errors import PreflightError
@@ -73,15 +73,22 @@ class Ground:
                 "include them, or push a full version"
             )
 
-    def book(self, stamp: Version, base: Version | None, layout: Layout, to: frozenset[str] | None) -> None:
-        """A version became visible."""
+    def book(
+        self,
+        stamp: Version,
+        base: Version | None,
+        layout: Layout,
+        to: frozenset[str] | None,
+        present: Container[str] | None = None,
+    ) -> None:
+        """A version became visible. ``present``: who is there now; of the others in ``to`` nothing is remembered."""
         if base is not None:
             self.covered.setdefault(base, set()).update(layout.names)
         elif to is None:
             self.all, self.some, self.layouts, self.covered = stamp, {}, {stamp: layout}, {}
         else:
             self.layouts[stamp] = layout
-            self.some.update(dict.fromkeys(to, stamp))
+            self.some.update({name: stamp for name in to if present is None or name in present})
             self._tidy()
         if to is not None:
             self.to[stamp] = to
@@ -90,7 +97,7 @@ class Ground:
 
     def lose(self) -> None:
         """Nobody knows who has the newest version: subsets need a new full one."""
-        self.__init__()  # type: ignore[misc]
+        self.all, self.some, self.layouts, self.covered = None, {}, {}, {}
 
     def forget(self, worker: str) -> None:
         """It left, was lost, or is a new one of that name: it stands on what was addressed to all."""

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -54,6 +55,7 @@ SILENCE = 5.0
 
 _counter = itertools.count()
 T = TypeVar("T")
+_TENSORS, _NBYTES = attrgetter("tensors"), attrgetter("nbytes")
 
 
 class _State(NamedTuple):
@@ -327,8 +329,8 @@ class WeightReceiver:
                 incarnation=self._incarnation,
                 stamp=header.stamp,
                 digest=header.digest.hex(),
-                tensors=sum(done.tensors for done in prepared),
-                nbytes=sum(done.nbytes for done in prepared),
+                tensors=sum(map(_TENSORS, prepared)),
+                nbytes=sum(map(_NBYTES, prepared)),
                 seconds=seconds,
             )
             state = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
@@ -382,6 +384,10 @@ class WeightReceiver:
 
     def _after(self, event: Applied) -> None:
         """Hooks, report, observers: the version is applied, whatever happens here."""
+        if not self._hooks:
+            self._pay(event)
+            self._observe(event.stamp, "applied", event, "", "")
+            return
         begun = time.perf_counter()
         failed: list[tuple[str, Exception]] = []
         for hook in self._hooks:
@@ -389,8 +395,7 @@ class WeightReceiver:
                 hook(event.stamp.number)
             except Exception as exc:
                 failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
-        if self._hooks:
-            event.seconds["after-hooks"] = time.perf_counter() - begun
+        event.seconds["after-hooks"] = time.perf_counter() - begun
         error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
         if error:
             event = msgspec.structs.replace(event, error=error)
@@ -499,13 +504,14 @@ class WeightReceiver:
         self._thread = threading.get_ident()
 
 
-def _weakly(method: Callable[..., T], gone: T) -> Callable[..., T]:
+def _weakly(method: Any, gone: T) -> Callable[..., T]:
     """A bound method for the backend that does not keep a forgotten receiver alive."""
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(method.__self__)  # not a WeakMethod, which is Python code
+    function: Callable[..., T] = method.__func__
 
     def call(*args: Any) -> T:
-        bound = reference()
-        return gone if bound is None else bound(*args)
+        owner = reference()
+        return gone if owner is None else function(owner, *args)
 
     return call
 

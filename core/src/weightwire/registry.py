@@ -256,7 +256,8 @@ def _import_failure(record: BackendRecord, module: str, exc: BaseException) -> s
     need = missing.partition(".")[0] or _being_imported(exc.__traceback__) or root
     if isinstance(exc, ModuleNotFoundError) and missing:
         if need == root:
-            return f"{record} is broken: its own module {missing!r} is not there. {_reinstall(record)}"
+            todo = _reinstall(record) if record.distribution else "Is the folder that holds it on sys.path?"
+            return f"{record} is broken: its own module {missing!r} is not there. {todo}"
         return f"{record} needs the module {missing!r}, which is not installed. Install it: pip install {need}"
     if need != root:
         return f"{record} needs {need!r}, which cannot be imported as it should: {what}. Repair or upgrade {need!r}."
@@ -277,7 +278,7 @@ def _being_imported(traceback: TracebackType | None) -> str:
 def _reinstall(record: BackendRecord) -> str:
     if record.distribution:
         return f"Reinstall or upgrade it: pip install --force-reinstall {record.distribution}"
-    return "Is the module's folder on sys.path?"
+    return "Mend the module, or name another one."
 
 
 # -- check -------------------------------------------------------------------------------------------------------------
@@ -356,7 +357,9 @@ def _described(manager: pluggy.PluginManager, record: BackendRecord) -> BackendI
 
     info = _call(manager, record, "weightwire_backend")
     if not isinstance(info, BackendInfo):
-        raise InvalidBackendError(f"{record}: weightwire_backend gave a {type(info).__name__}, not a BackendInfo.")
+        raise InvalidBackendError(
+            f"{record}: weightwire_backend gave an object of type {type(info).__name__}, not a BackendInfo."
+        )
     _check_api(info.api, record)
     return info
 
@@ -379,7 +382,7 @@ def _check_info(info: BackendInfo, record: BackendRecord) -> None:
         raise InvalidBackendError(f"{record}: BackendInfo.{what}")
 
     if not isinstance(info.capabilities, (frozenset, set)):
-        invalid(f"capabilities is a {type(info.capabilities).__name__}, not a frozenset.")
+        invalid(f"capabilities is of type {type(info.capabilities).__name__}, not a frozenset.")
     unknown = sorted(map(str, info.capabilities - CAPABILITIES))
     if unknown:
         invalid(f"capabilities has {', '.join(unknown)}; there are: {', '.join(sorted(CAPABILITIES))}.")
@@ -457,7 +460,8 @@ class Backend:
     def _checked(self, hook: str, made: Any, kind: type[Any]) -> Any:
         if not isinstance(made, kind):
             raise InvalidBackendError(
-                f"{self.record}: its hook {hook} gave a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}."
+                f"{self.record}: its hook {hook} gave an object of type {type(made).__name__}, "
+                f"not a {kind.__module__}.{kind.__name__}."
             )
         return made
 

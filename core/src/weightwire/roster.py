@@ -14,6 +14,8 @@ __all__ = ["Failure", "Roster", "WorkerInfo"]
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 1000
+"""How much is remembered of workers that are gone, and of versions that nobody looks at."""
 SERIOUSNESS: tuple[type[PushError], ...] = (RefusedError, ApplyError, WorkerLostError, WaitTimeout)
 """The most serious of a mixed failure is raised."""
 
@@ -84,6 +86,7 @@ class Roster:
         self.failures: list[Failure] = []
         self.epochs: set[int] = set()  # those of this updater: what a worker has of others' does not count
         self._refused_here: dict[str, set[Version]] = {}  # told already, by the trainer's own preflight
+        self._gone: dict[str, str] = {}  # why; empty after a goodbye
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +101,9 @@ class Roster:
         if isinstance(event, (Lost, Left)):
             del self.workers[event.worker]
             self._refused_here.pop(event.worker, None)
+            self._gone[event.worker] = event.reason or "lost" if isinstance(event, Lost) else ""
+            while len(self._gone) > REMEMBERED:
+                del self._gone[next(iter(self._gone))]
             if isinstance(event, Lost):
                 newest = worker.staged or worker.stamp
                 number = newest.number if newest else 0
@@ -114,6 +120,7 @@ class Roster:
 
     def _join(self, event: Joined) -> None:
         self._refused_here.pop(event.worker, None)
+        self._gone.pop(event.worker, None)
         self.workers[event.worker] = WorkerInfo(
             name=event.worker,
             incarnation=event.incarnation,
@@ -138,7 +145,7 @@ class Roster:
             worker.refused, worker.error = event, event.error
         told = self._refused_here.get(worker.name, set())
         if event.stamp in told:
-            self._refused_here[worker.name] = {stamp for stamp in told if stamp > event.stamp}
+            told.discard(event.stamp)
             return
         kind = ApplyError if event.kind == "apply" else RefusedError
         self._fail(Failure(kind, worker.name, event.stamp.number, event.error, event.phase, event.tensor))
@@ -158,7 +165,10 @@ class Roster:
             tensor=tensor,
         )
         self.observe(refused)
-        self._refused_here.setdefault(worker, set()).add(stamp)
+        told = self._refused_here.setdefault(worker, set())
+        told.add(stamp)
+        while len(told) > REMEMBERED:  # of versions that the worker never looked at
+            told.remove(min(told))
 
     def _fail(self, failure: Failure) -> None:
         logger.info("%s", failure)  # whoever calls next is told by an exception
@@ -192,7 +202,7 @@ class Roster:
         state = self._state(name, stamp)
         worker = self.workers.get(name)
         if worker is None:
-            error = next((f.error for f in self.failures if f.worker == name and f.kind is WorkerLostError), "")
+            error = self._gone.get(name, "")
             return Receipt(worker=name, version=stamp.number, state="lost" if error else "left", error=error)
         if state == "applied" and worker.applied is not None:
             done = worker.applied
@@ -232,6 +242,8 @@ class Roster:
 
     def take_failures(self) -> list[Failure]:
         """Everything still to be told, the most serious first; it is forgotten here."""
+        if not self.failures:
+            return []
         failures, self.failures = self.failures, []
         return sorted(failures, key=lambda failure: SERIOUSNESS.index(failure.kind))
 

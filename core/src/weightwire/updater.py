@@ -185,18 +185,21 @@ class WeightUpdater:
         _one_of("on_lost", on_lost, ("raise", "drop"))
         meta = wire.encode_metadata(metadata)
         deadline = Deadline.after(bounded(timeout, self.timeout))
+        mine: list[bool] = []
         try:
-            with self._turn.taken(deadline):
-                self._check()
-                self._listen(NOW)
-                to = self._addressed(workers)
-                if wait == "applied" and not allow_empty:
-                    self._need_somebody("push(wait='applied')")
+            self._turn.take(mine, deadline)
+            self._check()
+            self._listen(NOW)
+            to = self._addressed(workers)
+            if wait == "applied" and not allow_empty:
+                self._need_somebody("push(wait='applied')")
+            if self._observers:
                 self._observers.before_push(endpoint=self.endpoint, version=self.version + 1, workers=to)
-                payload, refusing = self._encode(weights, to, partial, meta)
-                names = self._stage(payload, to, refusing, deadline)
-                return self._settle(payload, names, wait, deadline, on_lost)
+            payload, refusing = self._encode(weights, to, partial, meta)
+            names = self._stage(payload, to, refusing, deadline)
+            return self._settle(payload, names, wait, deadline, on_lost)
         finally:
+            self._turn.give(mine)
             if self._closed:  # by a hook, a signal handler or another thread, which did not wait for us
                 self._shut(None)
 
@@ -262,7 +265,7 @@ class WeightUpdater:
             with self._books:
                 if payload.announced:
                     self._newest = payload.stamp
-                    self._ground.book(payload.stamp, payload.base, payload.layout, to)
+                    self._ground.book(payload.stamp, payload.base, payload.layout, to, self._roster.workers)
                     for name, text in refusing.items():
                         self._roster.refuse_here(name, payload.stamp, text)
                     if not done:  # who has it, if anybody, is not known
@@ -281,8 +284,10 @@ class WeightUpdater:
         payload.seconds["wait"] = time.perf_counter() - begun
         self._size = (payload.stamp.number, len(payload.layout.entries), sum(payload.layout.sizes))
         report, failures = self._report(names, payload.stamp, dict(payload.seconds))
-        self._observers.after_push(endpoint=self.endpoint, report=report)
-        _raise(failures, report, on_lost)
+        if self._observers:
+            self._observers.after_push(endpoint=self.endpoint, report=report)
+        if failures:
+            _raise(failures, report, on_lost)
         return report
 
     def _report(
@@ -293,11 +298,12 @@ class WeightUpdater:
             receipts = {name: self._roster.receipt(name, stamp) for name in names}
             failures = self._roster.take_failures()
         number, tensors, nbytes = self._size
+        lost = tuple(dict.fromkeys(f.worker for f in failures if f.kind is WorkerLostError)) if failures else ()
         report = PushReport(
             version=stamp.number,
             run=stamp.epoch,
             receipts=receipts,
-            lost=tuple(dict.fromkeys(f.worker for f in failures if f.kind is WorkerLostError)),
+            lost=lost,
             tensors=tensors if number == stamp.number else 0,
             nbytes=nbytes if number == stamp.number else 0,
             seconds=seconds,
@@ -469,8 +475,8 @@ class WeightUpdater:
     def _shut(self, timeout: float | None) -> list[Failure]:
         if self._over or not self._origin.here:
             return []
-        self._closed = True  # first, so that whoever waits in another thread stops
         deadline = Deadline.after(bounded(timeout, min(self.timeout, 10.0)))
+        self._closed = True  # first, so that whoever waits in another thread stops
         if self._turn.mine:
             return []
         with self._turn.taken(deadline):
@@ -515,21 +521,29 @@ class _Turn:
     def mine(self) -> bool:
         return self._owner == threading.get_ident()
 
-    @contextmanager
-    def taken(self, deadline: Deadline) -> Iterator[None]:
+    def take(self, got: list[bool], deadline: Deadline) -> None:
+        """Wait for the turn; ``give(got)`` ends it, whether this has returned, raised or was interrupted."""
         if self.mine:
             raise RuntimeError(f"{self._what} is in the middle of a push of this thread; one cannot be within another")
-        got: list[bool] = []  # filled by the call that takes the lock, so that no interrupt comes in between
+        # `got` is filled by the call that takes the lock, so that no interrupt comes in between.
+        got.extend(map(self._lock.acquire, (True,), (deadline.remaining,)))
+        if not got[0]:
+            raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
+        self._owner = threading.get_ident()
+
+    def give(self, got: list[bool]) -> None:
+        if got and got[0]:
+            self._owner = None
+            self._lock.release()
+
+    @contextmanager
+    def taken(self, deadline: Deadline) -> Iterator[None]:
+        got: list[bool] = []
         try:
-            got.extend(map(self._lock.acquire, (True,), (deadline.remaining,)))
-            if not got[0]:
-                raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
-            self._owner = threading.get_ident()
+            self.take(got, deadline)
             yield
         finally:
-            if got and got[0]:
-                self._owner = None
-                self._lock.release()
+            self.give(got)
 
 
 def _misfit(layout: Layout, info: WorkerInfo, *, subset: bool) -> str:

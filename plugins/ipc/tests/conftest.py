@@ -56,9 +56,17 @@ class Bench:
         return receiver
 
     @staticmethod
-    def payload(sender: IpcSender, number: int, value: float | None = None, *, size: int = 100, **more: Any) -> Payload:
+    def payload(
+        sender: IpcSender,
+        number: int,
+        value: float | None = None,
+        *,
+        size: int = 100,
+        epoch: int | None = None,
+        **more: Any,
+    ) -> Payload:
         state = {"value": torch.full((size,), float(number if value is None else value)), "n": torch.tensor(number)}
-        return Payload(Source(state).extract(), stamp=Version(sender.epoch, number), **more)
+        return Payload(Source(state).extract(), stamp=Version(epoch or sender.epoch, number), **more)
 
     def stage(
         self, sender: IpcSender, number: int, *, to: set[str] | None = None, timeout: float = 5.0, **more: Any

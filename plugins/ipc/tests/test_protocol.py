@@ -52,13 +52,31 @@ def test_memory_brings_descriptors(pair: Pair) -> None:
     left.send(Memory(((3, 4096, 8192),)), [write])
     os.close(write)
     right.drain()
-    ((message, fds),) = right.messages()
-    assert message == Memory(((3, 4096, 8192),))
-    os.write(fds[0], b"x")
-    assert os.read(read, 1) == b"x"
-    assert not os.get_inheritable(fds[0])
-    for fd in (read, *fds):
-        os.close(fd)
+    for message, fds in right.messages():
+        assert message == Memory(((3, 4096, 8192),))
+        os.write(fds[0], b"x")
+        assert os.read(read, 1) == b"x"
+        assert not os.get_inheritable(fds[0])
+    assert os.read(read, 1) == b"", "they are closed with the message that brought them"
+    os.close(read)
+
+
+def test_descriptors_that_come_with_nothing_new_are_closed(pair: Pair) -> None:
+    left, right, raw = pair
+    before = len(os.listdir("/proc/self/fd"))
+    socket.send_fds(raw, [b"\0\0\0\0\0"], [0, 1])
+    left.send(Goodbye())
+    assert heard(right) == [Goodbye()]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_message_in_a_file_that_cannot_be_read_is_a_wire_error(pair: Pair) -> None:
+    _, right, raw = pair
+    file = os.open("/proc/self/exe", os.O_PATH)
+    socket.send_fds(raw, [b"\1\0\0\0\1"], [file])
+    os.close(file)
+    with pytest.raises(WireError, match="cannot be read"):
+        heard(right)
 
 
 def test_unread_descriptors_are_closed_with_the_channel(pair: Pair) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 USAGE = """\
-usage: weightwire backends [--check] [--json]
+usage: weightwire backends [--check [BACKEND...]] [--json]
 
-  backends   list the installed backends; --check opens each in a process of its own
+  backends   list the installed backends; --check opens each, or those named, in a process of its own
 
 For help and all other commands: pip install "weightwire[cli]"
 """
@@ -23,10 +23,12 @@ For help and all other commands: pip install "weightwire[cli]"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's) and give its exit status: 0 fine, 1 a check failed, 2 wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["backends"] and set(arguments[1:]) <= {"--check", "--json"}:
+    named = [argument for argument in arguments[1:] if not argument.startswith("-")]
+    flags = set(arguments[1:]).difference(named)
+    if arguments[:1] == ["backends"] and flags <= {"--check", "--json"} and (not named or "--check" in flags):
         from weightwire.cli import backends
 
-        return backends.run(check="--check" in arguments, as_json="--json" in arguments)
+        return backends.run(named, check="--check" in flags, as_json="--json" in flags)
     try:
         import typer  # noqa: F401
     except ImportError:

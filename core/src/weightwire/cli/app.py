@@ -14,6 +14,7 @@ app = typer.Typer(
     help="Weightwire moves the weights of a policy from the process that trains it to the processes that act with it.",
     epilog="Exit status: 0 fine, 1 a check failed, 2 wrong usage.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # typer's rich help shows a flag as if it took a value: "--version <bool>"
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -48,12 +49,21 @@ def _root(
 
 @app.command()
 def backends(
+    named: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="BACKEND", hidden=True),  # not among the arguments, which show a type of Python
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Open each backend in a process of its own; exit with 1 if one is broken.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """List the installed backends: name, distribution, version and summary. Imports none of them."""
+    """List the installed backends: name, distribution, version and summary. Imports none of them.
+
+    With --check one or more can be named, by an installed name or as import:package.module: only these are opened then.
+    """
     from weightwire.cli.backends import run
 
-    raise typer.Exit(run(check=check, as_json=json))
+    if named and not check:
+        raise typer.BadParameter("backends are named to be checked: add --check")
+    raise typer.Exit(run(named or (), check=check, as_json=json))

@@ -1,4 +1,4 @@
-"""``weightwire backends``: what is installed, and with ``--check`` whether it opens."""
+"""``weightwire backends``: what is installed, and with ``--check`` whether it (or what is named) opens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from weightwire.registry import BackendRecord, available
+from weightwire.errors import WeightwireError
+from weightwire.registry import BackendRecord, available, find
 
 __all__ = ["open_in_child", "run"]
 
@@ -24,10 +25,11 @@ sys.exit(open_in_child(sys.argv[2]))
 """
 
 
-def run(*, check: bool, as_json: bool) -> int:
-    """Print the backends; the status is 1 if one of those checked is broken."""
-    records = available()
-    errors = [check_one(record) for record in records] if check else []
+def run(named: Sequence[str] = (), *, check: bool, as_json: bool) -> int:
+    """Print the backends, or only those named; the status is 1 if one of those checked is broken or not there."""
+    found = [_look_up(text) for text in named] if named else [(record, "") for record in available()]
+    records = [record for record, _ in found]
+    errors = [error or check_one(record) for record, error in found] if check else []
     if as_json:
         print(_json(records, errors if check else None))
     elif not records:
@@ -72,6 +74,16 @@ def _json(records: Sequence[BackendRecord], errors: Sequence[str] | None) -> str
     return json.dumps(listed, indent=2)
 
 
+def _look_up(text: str) -> tuple[BackendRecord, str]:
+    """The backend that a name or an endpoint's text names, and why it cannot be found."""
+    from weightwire.endpoint import parse
+
+    try:
+        return find(parse(text)), ""
+    except WeightwireError as exc:
+        return BackendRecord(text, "", "", "", ""), str(exc)
+
+
 # -- check -------------------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +92,7 @@ def check_one(record: BackendRecord) -> str:
     import json
 
     # Whether it may pickle is the user's to say where it is used; here it only has to open, which moves no byte.
-    endpoint = f"{record.name}@{record.distribution}?allow_pickle=true"
+    endpoint = record.name + (f"@{record.distribution}" if record.distribution else "") + "?allow_pickle=true"
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), endpoint]
     try:
         done = subprocess.run(
@@ -105,7 +117,6 @@ def check_one(record: BackendRecord) -> str:
 def open_in_child(endpoint: str) -> int:
     """Open the backend; what goes wrong is written to standard output, whatever the plugin itself prints elsewhere."""
     from weightwire.endpoint import parse
-    from weightwire.errors import WeightwireError
     from weightwire.registry import open_backend
 
     try:

@@ -1,13 +1,37 @@
-"""The conformance kit: a suite of tests that any backend runs, and the parts that it is made of.
+"""The conformance kit: the tests that a backend has to pass, whoever wrote it.
 
-All that the author of a backend writes::
+Install it with ``pip install "weightwire[testing]"``. This is a complete ``test_mine.py``; run it with
+``pytest test_mine.py``::
 
     from weightwire.testing import BackendSuite
-
     class TestMine(BackendSuite):
         endpoint = "mine"
 
-Needs the extra ``weightwire[testing]``.
+``endpoint`` is the name under which the backend is installed, or ``"import:package.module"`` while it is not.
+
+BackendSuite
+    All cases: every dtype and shape, all or nothing, joining, leaving, dying and restarting, hostile bytes, leaks,
+    random histories against a model. A case that needs a capability which the backend does not claim is skipped, and
+    the reason is told (``pytest -rs``). What a subclass may set:
+
+    ``options``
+        A mapping of options that go into every endpoint's text: ``options = {"slots": 3}``.
+    ``skip``
+        A mapping of a case's name, with or without ``test_``, to the reason why it does not apply to this backend:
+        ``skip = {"interpreter_exit": "..."}``. The reason is shown with each run.
+    ``make_endpoint(self)``
+        Gives a place that nobody uses yet, as a text that both sides can be given. The default makes up a name, or
+        takes a free port of this machine where the backend's locations are ``host:port``. Override it where a place
+        takes more than that; where ``endpoint`` has a location of its own (``"mine://there"``), all cases use that.
+
+Rig
+    What each case stands on (the fixture ``rig``), for further cases of your own: ``rig.updater(...)`` and
+    ``rig.receiver(...)`` open the two ends at one place, ``rig.worker(name, make, *args)`` a worker in a process of
+    its own (a thread, where the backend reaches no processes), ``rig.victim(...)`` one that can be killed and stopped.
+    Whatever happens in the case, all of them are ended after it.
+
+The suite of a backend between processes takes about a minute on two cores, at most 150 s; pytest says at the end what
+it took. ``-m "not soak"`` leaves out the long random histories, which take minutes.
 """
 
 from __future__ import annotations

@@ -206,6 +206,10 @@ class Body:
         """Push counters that say their own version."""
         return self.updater.push(counters(self.updater.version + 1), **options)
 
+    def push_made(self, make: Callable[..., Any], *args: Any, **options: Any) -> int:
+        """Push ``make(*args)``; the version's number."""
+        return self.updater.push(make(*args), **options).version
+
     def push_on(self, count: int = 1_000_000) -> int:
         """Push counters without waiting for anybody, until told otherwise by a signal."""
         for _ in range(count):
@@ -214,6 +218,10 @@ class Body:
 
     def wait_for_workers(self, count: int, timeout: float) -> None:
         self.updater.wait_for_workers(count, timeout)
+
+    def names(self) -> set[str]:
+        """Of the workers that are there."""
+        return set(self.updater.workers)
 
     # -- as a process ------------------------------------------------------------------------------------------------
 

@@ -53,9 +53,13 @@ class Rig:
         self, name: str, make: Callable[..., Any] | None = None, *args: Any, endpoint: str | None = None, **options: Any
     ) -> Worker:
         """A worker with a receiver over ``make(*args)``: in a process where the backend has those, else in a thread."""
-        worker: Worker = self.process(name) if "processes" in self.capabilities else self._add(LocalWorker(name))
+        worker: Worker = self.process(name) if "processes" in self.capabilities else self.thread(name)
         worker.do("open", endpoint or self.endpoint, make, *args, worker=name, **{"timeout": TIMEOUT, **options})
         return worker
+
+    def thread(self, name: str) -> Worker:
+        """A thread of this process in which nothing is open yet."""
+        return self._add(LocalWorker(name))
 
     def process(self, name: str) -> ProcessWorker:
         """A process in which nothing is open yet."""

@@ -31,5 +31,7 @@ class BackendSuite(
     Attributes:
         endpoint: the backend's name, or an endpoint with a location of its own.
         options: options that go into the endpoint's text.
-        skip: name of a case -> why it does not apply; shown with each run.
+        skip: name of a case, with or without ``test_`` -> why it does not apply; shown with each run.
+
+    :meth:`make_endpoint` gives each case its place; :mod:`weightwire.testing` says when to override it.
     """

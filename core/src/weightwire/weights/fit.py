@@ -43,6 +43,7 @@ class Fit:
         into: list[Tensor],
         ties: Sequence[Tie],
         *,
+        views: int,
         tensors: int,
         nbytes: int,
         inference: bool,
@@ -56,12 +57,14 @@ class Fit:
         self.streams = streams  # devices that the payload's memory is read on
         self.inference = inference  # whether inference tensors are written to
         self.copied = [route.view for route in copies]
+        self.whole = self.copied == list(range(views))  # whether that is all views, in order
         self.swapped = [route.view for route in swaps]
         self.moving = [route.leaf for route in swaps]
         self.adapted_copies = [(n, route) for n, route in enumerate(copies) if route.adapt]
         self.adapted_swaps = [(n, route) for n, route in enumerate(swaps) if route.adapt]
         self.strides: list[tuple[int, ...]] | None = None  # of what moves, once they are known: it is always the same
         self.special = bool(self.adapted_copies or self.adapted_swaps or self.places or self.odd or ties)
+        self.plain = self.whole and not (self.special or swaps)  # nothing but one fused copy of all views
 
 
 COPY, SWAP, PLACE, CODE = "copy", "swap", "place", "code"
@@ -96,6 +99,7 @@ def make_fit(
         ways,
         into,
         fitter.ties,
+        views=len(views),
         tensors=len(pairs),
         nbytes=nbytes,
         inference=any(tensor.is_inference() for tensor in written),

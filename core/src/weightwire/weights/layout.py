@@ -167,7 +167,8 @@ class _Cuts(NamedTuple):
 
 
 _IN_NUMPY = frozenset(
-    "float64 float32 float16 complex128 complex64 bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
+    {"float64", "float32", "float16", "complex128", "complex64", "bool"}
+    | {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 )
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32"}
 """Bytes an element -> the dtype in place of one that NumPy lacks."""

@@ -69,6 +69,14 @@ class StateTarget(Target):
         if fit is None:
             fit = quietly(partial(self._make_fit, header.layout, use, views))
             found = walk(self.weights, places := [])
+        if fit.plain and not self._alias:  # what nearly every target is, without the detour
+            return Prepared(
+                tensors=fit.tensors,
+                nbytes=fit.nbytes,
+                steps=[partial(torch._foreach_copy_, fit.into, list(views))],
+                inference=fit.inference,
+                streams=fit.streams,
+            )
         coming = self._coming if header.base is not None else None
         if coming is not None and not (coming.stamp == header.base and coming.before is self._seen.look):
             coming = None  # it has been committed, or given up
@@ -81,6 +89,7 @@ class StateTarget(Target):
 
     def _make_fit(self, layout: Layout, use: _Use, views: Sequence[Tensor]) -> Fit:
         """Look closely at the target, and work out how the payload goes into it."""
+        self._trail = Trail(self.weights)  # which may have kept to another order of the same names
         seen, slots = _survey(self.weights, self._names, alias=self._alias)
         if seen.look == self._seen.look and seen.trace == self._seen.trace and seen.types == self._seen.types:
             seen = self._seen
@@ -273,7 +282,7 @@ class _Work:
         import torch
 
         fit, tensor = self.fit, torch.Tensor
-        values = list(map(self.views.__getitem__, fit.copied))
+        values = list(self.views) if fit.whole else list(map(self.views.__getitem__, fit.copied))
         fresh = list(map(self.views.__getitem__, fit.swapped))
         if fit.special or any(map(tensor.is_inference, fresh)):
             quietly(partial(self._special, values, fresh))

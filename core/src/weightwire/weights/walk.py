@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter, getitem, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError
@@ -150,17 +150,16 @@ class _Tree:
             owner for module in self._modules for owner in (module._parameters, module._buffers)
         ]
         levels = [module._modules for module in self._modules]
+        # As many keys as there were, and a value under each of them: then they are the same keys.
         self._empty = [table for table in (*owners, *levels) if not table]
-        self._owners = [owner for owner in owners if owner]
-        self._levels = [level for level in levels if level]
-        self._tables = [*self._owners, *self._levels]
-        self._sizes = list(map(len, self._tables))
-        self._keys = list(chain.from_iterable(self._tables))
-        self._children = list(chain.from_iterable(map(_VALUES, self._levels)))
+        self._full = [table for table in (*owners, *levels) if table]
+        self._sizes = list(map(len, self._full))
+        self._owners, self._keys = _pairs(owners)
+        self._levels, self._names = _pairs(levels)
+        self._children = list(map(getitem, self._levels, self._names))
         self._hidden = [module._non_persistent_buffers_set for module in self._modules if module._buffers]
         self._hidden_keys = list(map(set, self._hidden))
-        values = self._values()
-        self._types = list(map(type, values))  # among them, whether they are None
+        self._types = list(map(type, map(getitem, self._owners, self._keys)))  # among them, whether they are None
         taken = [
             value is not None and not (owner is module._buffers and key in module._non_persistent_buffers_set)
             for module in self._modules
@@ -178,30 +177,33 @@ class _Tree:
 
     def walk(self) -> Walk | None:
         """The leaves as they are now, or ``None`` where anything but the leaves themselves is not as it was."""
-        if not (
-            all(map(is_, map(_PARAMETERS, self._modules), self._parameters))
-            and not any(self._empty)
-            and list(map(len, self._tables)) == self._sizes
-            and list(chain.from_iterable(self._tables)) == self._keys
-            and all(map(is_, chain.from_iterable(map(_VALUES, self._levels)), self._children))
-            and self._hidden == self._hidden_keys
-        ):
+        try:
+            if not (
+                all(map(is_, map(getitem, self._levels, self._names), self._children))
+                and all(map(is_, map(_PARAMETERS, self._modules), self._parameters))
+                and not any(self._empty)
+                and list(map(len, self._full)) == self._sizes
+                and self._hidden == self._hidden_keys
+            ):
+                return None
+            values = list(map(getitem, self._owners, self._keys))
+        except (AttributeError, KeyError):
             return None
-        values = self._values()
         if list(map(type, values)) != self._types:
             return None
         if self._taken is not None:
             values = list(compress(values, self._taken))
         return Walk(self._found.trace, values, self._found.types)
 
-    def _values(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, self._owners)))
-
 
 _WORTHWHILE = 30
 """Tokens in a trace from which on a trail is faster than a walk."""
 _PARAMETERS = attrgetter("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
-_VALUES = dict.values
+
+
+def _pairs(tables: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Each table as often as it has keys, and the keys."""
+    return [table for table in tables for _ in table], list(chain.from_iterable(tables))
 
 
 def _unfolded(module: Module) -> Iterator[Module]:
@@ -324,24 +326,25 @@ class Guard:
     """Asks again and again whether tensors still have a signature: in two calls into C, once it has seen them."""
 
     def __init__(self) -> None:
-        self._check: Callable[..., bool] | None = None
-        self._checked: object = None  # the strides of the signature that `_check` is for: who changes them makes a list
+        # A check, and the strides of the signature that it is for: whoever changes those makes another list of them.
+        self._made: tuple[object, Callable[..., bool] | None] = (None, None)
 
     def unchanged(self, known: Signature, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors have this signature: lie where they lay, and look as they looked."""
         import torch
 
-        made = self._checked is known.strides
+        strides, check = self._made
+        made = strides is known.strides
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 if list(map(torch.Tensor.data_ptr, tensors)) != known.addresses:
                     return False
-                if made and self._check is not None and self._check(*tensors):
+                if made and check is not None and check(*tensors):
                     return True
                 if signature(tensors, strides=bool(known.strides)) != known:
                     return False
-                if not made or self._check is not None:  # it is stricter, on requires_grad and some modes: make another
-                    self._check, self._checked = _checker(tensors), known.strides
+                if not made or check is not None:  # which is stricter, on requires_grad and some modes: make another
+                    self._made = (known.strides, _checker(tensors))
                 return True
         except RuntimeError:  # no longer plain: whoever looks closer can name it
             return False
@@ -367,7 +370,7 @@ def _tensor_guards() -> Callable[[Sequence[Tensor]], Callable[..., bool]] | None
         check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return check
 
-    one = torch.zeros(2, 2)
+    one = torch.zeros(2, 2, device="cpu")
     others = (one.t(), one[:1], one[0], one.view(torch.int32), torch.nn.Parameter(one), None)
     try:
         check = make([one])

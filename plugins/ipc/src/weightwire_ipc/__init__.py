@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import TYPE_CHECKING
 
-from weightwire.errors import CapabilityError
+from weightwire.errors import CapabilityError, WeightwireError
 from weightwire.hookspecs import BackendInfo, hookimpl
 from weightwire_ipc.options import IpcOptions
 
@@ -28,16 +29,24 @@ def weightwire_backend() -> BackendInfo:
 
 @hookimpl
 def weightwire_make_sender(endpoint: Endpoint, options: IpcOptions, context: SenderContext) -> Sender:
-    """Claim the place and listen there. Raises ``EndpointInUseError`` where another live updater has it."""
+    """Claim the place and listen there.
+
+    Raises ``EndpointInUseError`` where another live updater has it, and ``WeightwireError`` where the system gives no
+    more files or memory.
+    """
     _check_platform()
     from weightwire_ipc.sender import IpcSender
 
-    return IpcSender(endpoint, options, context)
+    try:
+        return IpcSender(endpoint, options, context)
+    except OSError as exc:
+        advice = "; raise the limit (ulimit -n)" if exc.errno == errno.EMFILE else ""
+        raise WeightwireError(f"endpoint {str(endpoint)!r} cannot be opened: {exc}{advice}") from exc
 
 
 @hookimpl
 def weightwire_make_receiver(endpoint: Endpoint, options: IpcOptions, context: ReceiverContext) -> Receiver:
-    """Connects when it is first polled."""
+    """Connects at once where an updater is there, and else when it is polled. Never waits for one."""
     _check_platform()
     if not endpoint.location:
         from weightwire.errors import EndpointError

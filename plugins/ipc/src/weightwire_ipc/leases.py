@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 
-from weightwire_ipc import forks
+from weightwire import forks
 from weightwire_ipc.memory import memfd, reopen
 
 __all__ = ["Lease", "ReadLeases", "WriteLocks"]
@@ -37,8 +37,12 @@ class WriteLocks:
     """The trainer's side. ``shared`` is the descriptor to hand out: read-only, and never locked through."""
 
     def __init__(self) -> None:
-        self._fd = memfd("weightwire-leases")
-        self.shared = reopen(self._fd, os.O_RDONLY)
+        self._fd, self.shared = memfd("weightwire-leases"), -1
+        try:
+            self.shared = reopen(self._fd, os.O_RDONLY)
+        except BaseException:
+            self.close()
+            raise
 
     def take(self, slot: int) -> bool:
         """Lock a slot against every reader; False where one has a lease."""

@@ -106,10 +106,11 @@ def map_shared(fd: int, nbytes: int) -> mmap.mmap:
 
 def seal(fd: int) -> int:
     """Forbid resizing, and writing by anybody who has not mapped it yet. Closes ``fd``; returns a read-only one."""
-    fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
-    shared = reopen(fd, os.O_RDONLY)
-    os.close(fd)
-    return shared
+    try:
+        fcntl.fcntl(fd, _ADD_SEALS, _SEALS)
+        return reopen(fd, os.O_RDONLY)
+    finally:
+        os.close(fd)
 
 
 def check_sealed(fd: int, nbytes: int) -> None:
@@ -134,8 +135,12 @@ class Board:
 
     def __init__(self) -> None:
         fd = memfd("weightwire-board")
-        allocate(fd, _BOARD)
-        self._bytes = memoryview(map_shared(fd, _BOARD))
+        try:
+            allocate(fd, _BOARD)
+            self._bytes = memoryview(map_shared(fd, _BOARD))
+        except BaseException:
+            os.close(fd)
+            raise
         self._words = self._bytes.cast("Q")
         self.shared = seal(fd)
 

@@ -20,6 +20,7 @@ __all__ = ["NamedPlace", "NamelessPlace", "claim", "connect"]
 
 _NAMELESS = re.compile(r"@[0-9a-f]{32}")
 _BACKLOG = 1024
+_RECORD = 128  # bytes of a lock file, padded with blanks
 
 
 def claim(location: str, epoch: int) -> NamedPlace | NamelessPlace:
@@ -49,6 +50,10 @@ class NamelessPlace:
     def check(self) -> None:
         """Nobody can take it from us."""
 
+    def record(self, epoch: int) -> None:
+        """There is nowhere to write it down."""
+        self.epoch = epoch
+
     def touch(self) -> None:
         """Nothing that could be swept away."""
 
@@ -68,6 +73,7 @@ class NamedPlace:
 
     def __init__(self, location: str, epoch: int) -> None:
         self.location = location
+        self._started = time.time()
         self._directory = rundir.create()
         self._name = rundir.file_name("ipc", scoped(location))
         newest = _newest_elsewhere(location, self._directory, self._name)
@@ -99,9 +105,9 @@ class NamedPlace:
             os.close(lock)  # its last owner removed it in between
 
     def _write(self) -> None:
-        text = json.dumps({"pid": os.getpid(), "epoch": self.epoch, "started": time.time()}).encode()
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, text, 0)
+        text = json.dumps({"pid": os.getpid(), "epoch": self.epoch, "started": self._started}).encode()
+        os.pwrite(self._lock, text.ljust(_RECORD), 0)  # in one go: whoever dies here leaves the old epoch or the new
+        os.ftruncate(self._lock, _RECORD)
 
     def _listen(self, directory: int) -> socket.socket:
         name = f"{self._name}.sock"
@@ -127,6 +133,11 @@ class NamedPlace:
                     "more); this one must not push"
                 )
 
+    def record(self, epoch: int) -> None:
+        """Versions carry a newer epoch from now on: the next owner shall go beyond it."""
+        self.epoch = epoch
+        self._write()
+
     def touch(self) -> None:
         """Keep the files from being swept away for their age."""
         with suppress(OSError):
@@ -135,17 +146,18 @@ class NamedPlace:
     def close(self) -> None:
         """Remove both files, which are ours as long as the lock is, and let the next one in. Idempotent."""
         self.listener.close()
-        lock, self._lock = self._lock, -1
-        if lock < 0:
+        if self._lock < 0:
             return
         try:
             with suppress(OSError, WeightwireError), rundir.opened(self._directory) as directory:
                 name = f"{self._name}.lock"
-                if os.path.samestat(os.fstat(lock), os.stat(name, dir_fd=directory, follow_symlinks=False)):
+                if os.path.samestat(self._lock_stat, os.stat(name, dir_fd=directory, follow_symlinks=False)):
                     with suppress(FileNotFoundError):
                         os.unlink(f"{self._name}.sock", dir_fd=directory)
                     os.unlink(name, dir_fd=directory)
         finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+            lock, self._lock = self._lock, -1
             os.close(lock)
 
     def detach(self) -> tuple[int, ...]:

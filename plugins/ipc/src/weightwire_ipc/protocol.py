@@ -25,7 +25,6 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Union
@@ -134,10 +133,11 @@ MAX_FDS = 16
 
 _PREFIX = struct.Struct("<I?")  # serial; whether the message is in the last descriptor
 _RING = _PREFIX.pack(0, False)  # serials begin at 1: this one is old to everybody, and so says nothing
-_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-_END: tuple[Any, ...] = (b"", [], socket.MSG_CMSG_CLOEXEC, None)
-_BROKEN = socket.MSG_TRUNC | socket.MSG_CTRUNC
+# Plain numbers: an enum's `&` and `|` cost as much as a system call.
+_SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_END: tuple[Any, ...] = (b"", [], int(socket.MSG_CMSG_CLOEXEC), None)
+_BROKEN = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -207,8 +207,10 @@ class Channel:
 
     def ring(self) -> None:
         """Wake the other end, as far as it sleeps. Where its socket is full it has enough to wake up for."""
-        with suppress(OSError):  # of a dead connection, too: that shows when reading
+        try:
             self._sock.send(_RING, _SEND)
+        except OSError:  # of a dead connection, too: that shows when reading
+            return
 
     @property
     def unread(self) -> bool:
@@ -261,6 +263,7 @@ class Channel:
     def messages(self) -> Iterator[tuple[Message, list[int]]]:
         """Whole messages with their descriptors, oldest first. One is forgotten when the next is asked for.
 
+        The descriptors are the channel's, which closes them with the message: who wants to keep one duplicates it.
         Raises :class:`~weightwire.WireError`; the connection is then of no more use.
         """
         while self._inbox:
@@ -269,13 +272,15 @@ class Channel:
                 raise WireError(f"a packet of {len(packet)} bytes is malformed")
             serial, elsewhere = _PREFIX.unpack_from(packet)
             fds = _descriptors(ancillary) if ancillary else []
-            outside = fds.pop() if elsewhere and fds else -1
             if serial > self._done:
-                yield _decode(_from_memfd(outside) if outside >= 0 else packet[_PREFIX.size :]), fds
+                if elsewhere and fds:
+                    yield _decode(_from_memfd(fds[-1])), fds[:-1]
+                else:
+                    yield _decode(packet[_PREFIX.size :]), fds
                 self._done = serial
             del self._inbox[0]
-            if outside >= 0:
-                os.close(outside)
+            for fd in fds:
+                os.close(fd)
 
     def close(self) -> None:
         """Close the socket, and descriptors that came with messages nobody has handled."""
@@ -306,7 +311,10 @@ def _from_memfd(fd: int) -> bytes:
     size = os.fstat(fd).st_size
     if not stat.S_ISREG(os.fstat(fd).st_mode) or size > LIMIT:
         raise WireError(f"a message of {size} bytes, at most {LIMIT} are taken")
-    return os.pread(fd, size, 0)
+    try:
+        return os.pread(fd, size, 0)
+    except OSError as exc:
+        raise WireError(f"a message came in a file that cannot be read: {exc.strerror}") from exc
 
 
 def encode_news(news: News) -> bytes:

@@ -17,9 +17,20 @@ from xxhash import xxh3_128_digest
 
 from weightwire import wire
 from weightwire.errors import DigestError, EndpointInUseError, WireError
-from weightwire.forks import Origin
-from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, choose
-from weightwire_ipc import forks, place
+from weightwire.forks import Origin, forbid, give_up
+from weightwire.transport import (
+    Applied,
+    Deadline,
+    Delivery,
+    Have,
+    Header,
+    Receiver,
+    ReceiverContext,
+    Refused,
+    choose,
+)
+from weightwire.weights.layout import Layout
+from weightwire_ipc import place
 from weightwire_ipc.leases import Lease, ReadLeases
 from weightwire_ipc.memory import HEADER, MAGIC, PAGE, BoardView, check_sealed
 from weightwire_ipc.protocol import (
@@ -41,11 +52,12 @@ from weightwire_ipc.protocol import (
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from weightwire.transport import Header, Version
+    from weightwire.transport import Version
 
 __all__ = ["IpcReceiver"]
 
@@ -66,16 +78,16 @@ class MappedSlot:
     """
 
     def __init__(self, number: int, start: int, size: int, fd: int) -> None:
-        """Takes ``fd`` over. Raises :class:`~weightwire.WireError` where the memory is not what was announced."""
+        """``fd`` stays the caller's. Raises :class:`~weightwire.WireError` where this is not what was announced."""
         if not 0 < start < size or start % PAGE or size % PAGE:
             raise WireError(f"slot {number} cannot be laid out like this: start {start}, size {size}")
         check_sealed(fd, size)
-        self.fd = fd
         self.number = number
         self.start, self.size = start, size
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._payload = np.frombuffer(self._memory, dtype=np.uint8, offset=start)
         self._buffer: Tensor | None = None
+        self.fd = os.dup(fd)
 
     def header(self, stamp: Version) -> bytes | None:
         """The header, under a lease; ``None`` where the slot does not hold this version any more.
@@ -134,7 +146,6 @@ class Session:
         self.sequence = -1  # of the board, as it was when the news were read
         self.slots: dict[int, MappedSlot] = {}
         self.rejected: Reject | None = None
-        self._strays: set[int] = set()
         self._poll = select.poll()
 
     def pump(self, most: int) -> bool:
@@ -165,6 +176,10 @@ class Session:
                     self.slots.pop(number).close()
         self.sequence = sequence if data is not None else -1
 
+    def choose(self, have: Have) -> SlotInfo | None:
+        """What the news have beyond ``have``."""
+        return choose(have, self.news.full, self.news.subset)
+
     def wait(self, seconds: float) -> None:
         """Until there is something to :meth:`pump`."""
         self._poll.register(self.channel.fileno(), select.POLLIN | (0 if self.channel.idle else select.POLLOUT))
@@ -172,7 +187,6 @@ class Session:
 
     def _hear(self, message: Message, fds: list[int]) -> None:
         """Take one message; harmless when it is taken twice."""
-        self._strays.update(fds)
         if isinstance(message, Memory) and len(fds) == len(message.slots):
             for (number, start, size), fd in zip(message.slots, fds):
                 if number not in self.slots:
@@ -185,23 +199,26 @@ class Session:
             self.rejected = message
         else:
             raise WireError(f"{type(message).__name__} came out of turn")
-        self._close_strays()
-
-    def _close_strays(self) -> None:
-        ours = {slot.fd for slot in self.slots.values()}
-        while self._strays:
-            fd = self._strays.pop()
-            if fd not in ours:
-                os.close(fd)
 
     def close(self) -> None:
         """Close the connection; leases that live on keep what they need."""
         self.channel.close()
-        self._close_strays()
         for slot in self.slots.values():
             slot.close()
         if self.leases is not None:
             self.leases.close()
+
+
+class _Damaged(Delivery):
+    """A version whose header cannot be read. The core finds that out when it checks the digest, and so it is refused
+    like any other that is not what was sent: once, and the trainer is told."""
+
+    def __init__(self, info: SlotInfo, error: DigestError) -> None:
+        super().__init__(Header(info.stamp, Layout((), ()), base=info.base, digest=bytes(16)))
+        self._error = error
+
+    def tensors(self) -> Sequence[Tensor]:
+        raise self._error
 
 
 class IpcReceiver(Receiver):
@@ -223,7 +240,7 @@ class IpcReceiver(Receiver):
         self._serial = 0
         self._over = False
         self.whereabouts = f"'ipc://{location}' was not looked for yet"
-        forks.forbid(self)
+        forbid(self)
         self._connect()  # where the trainer is there already, it shall know of us before the first poll
 
     # -- poll --------------------------------------------------------------------------------------------------------
@@ -268,14 +285,16 @@ class IpcReceiver(Receiver):
         One packet is the rule, and it is the ring; to ask for another costs more than to read it when it is needed.
         """
         now = time.monotonic()
-        if session.fresh and now < self._look_at:
-            return self._offer(session, have)
+        if session.fresh and session.channel.idle and now < self._look_at:
+            info = session.choose(have)
+            if info is None or info.slot in session.slots:
+                return self._offer(session, info)
         self._look_at = now + LOOK
         most, dry, delivery = 1, False, None
         while delivery is None and not dry:
             dry = session.pump(most)
             session.read()
-            delivery = self._offer(session, have)
+            delivery = self._offer(session, session.choose(have))
             most = BURST
         return delivery
 
@@ -335,9 +354,8 @@ class IpcReceiver(Receiver):
 
     # -- deliveries --------------------------------------------------------------------------------------------------
 
-    def _offer(self, session: Session, have: Have) -> Delivery | None:
-        """What is newest beyond ``have``, under a lease; ``None`` also where newer news must be on its way."""
-        info = choose(have, session.news.full, session.news.subset)
+    def _offer(self, session: Session, info: SlotInfo | None) -> Delivery | None:
+        """A version under a lease; ``None`` where there is none, also where newer news must be on its way."""
         slot = session.slots.get(info.slot) if info is not None else None
         if info is None or slot is None or session.leases is None:
             return None
@@ -347,6 +365,9 @@ class IpcReceiver(Receiver):
         try:
             data = slot.header(info.stamp)
             delivery = None if data is None else self._deliver(slot, lease, self._decode(data, info, slot))
+        except DigestError as exc:
+            lease.release()
+            return _Damaged(info, exc)
         except BaseException:
             lease.release()
             raise
@@ -388,15 +409,19 @@ class IpcReceiver(Receiver):
                 self._look_at = 0.0
 
     def close(self, deadline: Deadline) -> None:
+        """Every step may be done twice: a close that was broken off goes on when it is called again."""
         if self._over or not self._origin.here:
             return
-        self._over = True
         self._words, self._seen = _QUIET, -1
-        self._take_along()
-        session, self._session = self._session, None
         self.connected = False
-        if session is None:
-            return
+        self._take_along()
+        if self._session is not None:
+            self._take_leave(self._session, deadline)
+        self._session = None
+        self._over = True
+
+    @staticmethod
+    def _take_leave(session: Session, deadline: Deadline) -> None:
         session.channel.send(Goodbye())
         while not session.channel.flush() and not deadline.expired:
             poll = select.poll()
@@ -419,7 +444,7 @@ class IpcReceiver(Receiver):
         """In a forked child: let go of everything that tells the trainer that this worker lives."""
         self._words, self._seen = _QUIET, -1
         if self._session is not None:
-            forks.give_up(self._session.channel.detach())
+            give_up(self._session.channel.detach())
 
 
 def _dead(alive: dict[int, tuple[weakref.ref[NDArray[np.uint8]], Lease]], serial: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ import msgspec
 
 from weightwire import wire
 from weightwire.errors import ClosedError, StorageFullError, WaitTimeout, WireError
-from weightwire.forks import Origin
+from weightwire.forks import Origin, forbid, give_up
 from weightwire.transport import (
     Applied,
     Deadline,
@@ -29,7 +30,7 @@ from weightwire.transport import (
     Staged,
     Version,
 )
-from weightwire_ipc import forks, place
+from weightwire_ipc import place
 from weightwire_ipc.leases import WriteLocks
 from weightwire_ipc.memory import Board
 from weightwire_ipc.protocol import (
@@ -51,6 +52,8 @@ from weightwire_ipc.protocol import (
 from weightwire_ipc.slots import Need, Slot, choose_slot
 
 if TYPE_CHECKING:
+    import socket
+
     from weightwire.endpoint import Endpoint
     from weightwire.weights.payload import Payload
     from weightwire_ipc.options import IpcOptions
@@ -66,6 +69,8 @@ FILL_RATE = 4e9
 """Bytes a second at which new memory is had, about: it is worth waiting that long for old memory instead."""
 QUEUE = 32 * 1024
 """Bytes of socket buffer towards a worker, so that one that does not read holds few descriptors of old slots."""
+DEAF = 0.1
+"""Seconds for which nobody is let in after there were not enough descriptors or memory to do so."""
 TOUCH = 3600.0
 """Seconds between marks that the lock file is in use."""
 
@@ -79,6 +84,7 @@ class Peer:
 
     def __init__(self, channel: Channel, lane: int, pid: int) -> None:
         self.channel = channel
+        self.fd = channel.fileno()
         self.lane = lane
         self.pid = pid
         self.board = Board()
@@ -99,6 +105,12 @@ class Peer:
         return self.acting is None or self.acting < stamp
 
 
+def _bell(undo: ExitStack) -> int:
+    bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    undo.callback(os.close, bell)
+    return bell
+
+
 class _Announcement(NamedTuple):
     info: SlotInfo
     to: frozenset[str] | None
@@ -110,16 +122,7 @@ class IpcSender(Sender):
     def __init__(self, endpoint: Endpoint, options: IpcOptions, context: SenderContext) -> None:
         self._options = options
         self._logger = context.logger
-        self._place = place.claim(endpoint.location, context.epoch)
-        self.epoch = self._place.epoch
-        self.endpoint = str(replace(endpoint, location=self._place.location))
-        self._origin = Origin(f"The ipc sender of {self.endpoint}")
         self._lock = threading.Lock()
-        try:
-            self._leases = WriteLocks()
-        except BaseException:
-            self._place.close()
-            raise
         self._slots: dict[int, Slot] = {}
         self._next_slot = self._next_lane = 0
         self._shelf: Shelf[SlotInfo] = Shelf()
@@ -129,24 +132,43 @@ class IpcSender(Sender):
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._workers: dict[str, Peer] = {}  # by name
         self._events: list[Event] = []
-        self._closed = False
+        self._closed = self._freed = False
         self._attended = 0.0
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the trainer's thread
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the service thread
-        self._epoll = select.epoll()
+        self._deaf_until = 0.0  # when the listener is to be looked at again; 0: it is
+        self._short = False  # of what it takes to accept a connection, when last tried
+        with ExitStack() as undo:
+            self._open(endpoint.location, context.epoch, undo)
+            self.epoch = self._place.epoch
+            self.endpoint = str(replace(endpoint, location=self._place.location))
+            self._origin = Origin(f"The ipc sender of {self.endpoint}")
+            name = f"weightwire-ipc {self._place.location}"
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            undo.callback(self._halt)
+            self._thread.start()
+            self._own = undo.pop_all()
+        forbid(self)
+
+    def _open(self, location: str, epoch: int, undo: ExitStack) -> None:
+        """Take the place, and whatever else has to be given back."""
+        self._place = place.claim(location, epoch)
+        undo.callback(self._place.close)
+        self._leases = WriteLocks()
+        undo.callback(self._leases.close)
+        self._bell, self._wake = _bell(undo), _bell(undo)  # wake the trainer's thread, the service thread
+        self._epoll = undo.enter_context(select.epoll())
         self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
-        self._waiter = select.epoll()
+        self._waiter = undo.enter_context(select.epoll())
         for fd in (self._epoll.fileno(), self._bell):
             self._waiter.register(fd, select.EPOLLIN)
-        forks.forbid(self)
-        self._thread = threading.Thread(target=self._serve, name=f"weightwire-ipc {self._place.location}", daemon=True)
-        self._thread.start()
 
     # -- stage -------------------------------------------------------------------------------------------------------
 
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
         self._check()
         self._place.check()
+        if payload.stamp.epoch > self.epoch:  # the core goes beyond what a worker has
+            self._place.record(payload.stamp.epoch)
+            self.epoch = payload.stamp.epoch
         self._attended = time.monotonic() + ATTENDED
         nbytes = payload.layout.nbytes
         slot = self._take(Need(nbytes, payload.header_size), payload.stamp, deadline)
@@ -371,6 +393,8 @@ class IpcSender(Sender):
             if self._closed:
                 return
             self._announce()
+            if self._deaf_until:
+                self._listen_again()
             for fd, mask in self._epoll.poll(0):
                 peer = self._peers.get(fd)
                 if peer is None:
@@ -382,26 +406,55 @@ class IpcSender(Sender):
                     self._tell(peer)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        """Let one worker in. What is short now may be there again soon: meanwhile they wait at the door."""
+        try:
             sock, _ = self._place.listener.accept()
-            pid, uid = peer_of(sock)
-            if uid != os.geteuid():
-                self._logger.warning("%s: turned away process %d of user %d", self.endpoint, pid, uid)
+            try:
+                self._admit(sock)
+            except BaseException:
                 sock.close()
-                return
-            self._next_lane += 1
-            peer = Peer(Channel(sock), self._next_lane, pid)
+                raise
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        except (OSError, StorageFullError) as exc:
+            self._epoll.unregister(self._place.listener.fileno())
+            self._deaf_until = time.monotonic() + DEAF
+            self._ring(self._wake)
+            if not self._short:
+                advice = "; raise the limit (ulimit -n)" if getattr(exc, "errno", 0) == errno.EMFILE else ""
+                self._logger.error("%s: cannot let workers in: %s%s", self.endpoint, exc, advice)
+            self._short = True
+        else:
+            self._short = False
+
+    def _admit(self, sock: socket.socket) -> None:
+        pid, uid = peer_of(sock)
+        if uid != os.geteuid():
+            self._logger.warning("%s: turned away process %d of user %d", self.endpoint, pid, uid)
+            sock.close()
+            return
+        self._next_lane += 1
+        peer = Peer(Channel(sock), self._next_lane, pid)
+        try:
             peer.channel.widen(QUEUE)
-            self._peers[sock.fileno()] = peer
             self._epoll.register(sock.fileno(), select.EPOLLIN)
+            self._peers[sock.fileno()] = peer
+        except BaseException:
+            peer.board.close()
+            raise
+
+    def _listen_again(self) -> None:
+        if time.monotonic() >= self._deaf_until:
+            self._deaf_until = 0.0
+            self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
 
     def _listen(self, peer: Peer, most: int = BURST) -> None:
         """Read what a worker says. Anything malformed ends this connection, and no other."""
         try:
             peer.channel.drain(most)
             for message, fds in peer.channel.messages():
-                for fd in fds:
-                    os.close(fd)
+                if fds:
+                    raise WireError(f"{len(fds)} descriptors came with a {type(message).__name__}")
                 self._hear(peer, message)
                 if peer.channel.fileno() not in self._peers:
                     return
@@ -478,15 +531,17 @@ class IpcSender(Sender):
             self._events.append(Lost(worker=peer.name, incarnation=peer.joined.incarnation, reason=reason))
 
     def _drop(self, peer: Peer) -> None:
-        """Forget a connection."""
-        fd = peer.channel.fileno()
-        if self._peers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+        """Forget a connection. May be broken off anywhere, and done again."""
         if self._workers.get(peer.name) is peer:
             del self._workers[peer.name]
             self._shelf.forget(peer.name)
+        if peer.channel.fileno() in self._peers:
+            with suppress(FileNotFoundError):
+                self._epoll.unregister(peer.fd)
         peer.channel.close()
         peer.board.close()
+        if self._peers.get(peer.fd) is peer:
+            del self._peers[peer.fd]
 
     # -- the service thread ------------------------------------------------------------------------------------------
 
@@ -500,14 +555,17 @@ class IpcSender(Sender):
         touched = time.monotonic()
         while True:
             pause = self._attended - time.monotonic()
-            ready = (parked if pause > 0 else waiter).poll(pause * 1000 if pause > 0 else TOUCH * 1000)
+            if pause > 0:
+                ready = parked.poll(pause * 1000)
+            else:
+                ready = waiter.poll((DEAF if self._deaf_until else TOUCH) * 1000)
             if self._closed:
                 return
             self._hush(self._wake)
             if time.monotonic() - touched > TOUCH:
                 touched = time.monotonic()
                 self._place.touch()
-            if ready:
+            if ready or self._deaf_until:
                 try:
                     self._turn()
                 except Exception:
@@ -529,30 +587,44 @@ class IpcSender(Sender):
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        if self._closed or not self._origin.here:
+        """Whatever goes wrong on the way, the place is free afterwards, or when this is called again."""
+        if self._freed or not self._origin.here:
             return
-        self._turn()  # whoever has just come is told that it is over, too
+        try:
+            self._turn()  # whoever has just come is told that it is over, too
+            self._tell_the_last()
+        finally:
+            self._say_goodbye()
+            self._free(deadline)
+
+    def _tell_the_last(self) -> None:
         with self._lock:
             for peer in list(self._workers.values()):
-                if peer.dirty:  # it has not read its news for a while; these are the last ones, and must be there
+                if peer.dirty and not self._closed:  # it has not read its news for a while; now they must be there
                     peer.channel.widen(QUEUE * 16)
                     self._tell(peer)
+
+    def _say_goodbye(self) -> None:
+        with self._lock:
             self._closed = True
             for peer in list(self._peers.values()):
                 peer.board.say_closed()
                 self._drop(peer)
             self._place.close()
-        self._ring(self._wake)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(max(1.0, deadline.remaining))
-        self._epoll.close()
-        self._waiter.close()
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
-        self._leases.close()
-        for fd in (self._bell, self._wake):
-            os.close(fd)
+
+    def _free(self, deadline: Deadline) -> None:
+        self._halt(max(1.0, deadline.remaining))
+        while self._slots:
+            self._slots.popitem()[1].close()
+        self._own.close()
+        self._freed = True
+
+    def _halt(self, seconds: float = 1.0) -> None:
+        """End the service thread."""
+        self._closed = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._ring(self._wake)
+            self._thread.join(seconds)
 
     def _check(self) -> None:
         self._origin.check()
@@ -561,7 +633,9 @@ class IpcSender(Sender):
 
     def in_child(self) -> None:
         """In a forked child: let go of everything that tells the others that we live."""
+        if self._freed:  # these numbers may stand for something else by now
+            return
         sockets = [peer.channel.detach() for peer in self._peers.values()]
-        forks.give_up(*sockets, *self._place.detach(), *self._leases.detach(), self._bell, self._wake)
+        give_up(*sockets, *self._place.detach(), *self._leases.detach(), self._bell, self._wake)
         self._epoll.close()
         self._waiter.close()

@@ -94,8 +94,9 @@ class Slot:
     def close(self) -> None:
         """Give the memory up; it lives on as long as a worker has it. Idempotent."""
         fd, self.shared = self.shared, -1
-        if fd >= 0:
-            os.close(fd)
+        if fd < 0:
+            return
+        os.close(fd)
         self._bytes = self._out = torch.empty(0, dtype=torch.uint8)
         del self._words, self._map
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d
 
-from weightwire_nccl import forks
+from weightwire import forks
 from weightwire_nccl.store import BoardStore
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import msgspec
 
 from weightwire import wire
 from weightwire.errors import ClosedError, EndpointError, WaitTimeout, WireError
-from weightwire.forks import Origin
+from weightwire.forks import Origin, forbid, give_up
 from weightwire.transport import (
     Applied,
     Deadline,
@@ -32,7 +32,7 @@ from weightwire.transport import (
     Staged,
     choose,
 )
-from weightwire_nccl import forks, place, secret
+from weightwire_nccl import place, secret
 from weightwire_nccl.board import Board, BrokenBoard
 from weightwire_nccl.groups import (
     GlooGroup,
@@ -165,7 +165,7 @@ class NcclSender(Sender):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        forks.forbid(self)
+        forbid(self)
         self._thread = threading.Thread(target=self._serve, name=f"weightwire-nccl {port}", daemon=True)
         self._thread.start()
 
@@ -689,7 +689,7 @@ class NcclSender(Sender):
             if generation.group is not None:
                 generation.group.leak()
         sockets = [peer.link.detach() for peer in self._peers]
-        forks.give_up(*sockets, *(sock.detach() for sock in (self._listener, self._bell, self._ring_end)))
+        give_up(*sockets, *(sock.detach() for sock in (self._listener, self._bell, self._ring_end)))
 
 
 class _Watch:

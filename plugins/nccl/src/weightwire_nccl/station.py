@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 import torch
 
-from weightwire import wire
+from weightwire import forks, wire
 from weightwire.errors import EndpointError, EndpointInUseError, StorageFullError, WeightwireError, WireError
 from weightwire.transport import Deadline, ReceiverContext, Staged
-from weightwire_nccl import forks, place, secret
+from weightwire_nccl import place, secret
 from weightwire_nccl.board import Board, BrokenBoard
 from weightwire_nccl.groups import (
     GlooGroup,

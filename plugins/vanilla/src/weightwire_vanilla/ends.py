@@ -168,7 +168,7 @@ class VanillaSender(Sender):
                 place.events.extend(
                     Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp)
                     for r in receivers
-                    if not r.inline  # which says itself, in a moment, that it has applied it
+                    if not r.inline and r.can_take_something()  # an inline one says itself that it has applied it
                 )
         with payload.phase("commit"):
             for receiver, delivery in deliveries:
@@ -255,11 +255,15 @@ class VanillaReceiver(Receiver):
         if staged is not None:
             place.events.append(Staged(worker=self.name, incarnation=self.incarnation, stamp=staged.stamp))
 
+    def can_take_something(self) -> bool:
+        """Whether the shelf has what this receiver has not."""
+        return choose(self._context.have(), *self._place.shelf.of(self.name)) is not None
+
     def part(self) -> None:
         """The sender has closed. What it has accepted may still be taken; then it is over."""
         self.connected = False
         self._ending = True
-        self.closed = choose(self._context.have(), *self._place.shelf.of(self.name)) is None
+        self.closed = not self.can_take_something()
 
     def deliver(self, delivery: Delivery) -> None:
         assert self._context.deliver is not None

@@ -271,13 +271,6 @@ class ApplyingCases(Cases):
             updater.push({"layer0.weight": torch.zeros(3)})
         assert (seen(policy), receiver.version) == (2, 2)
 
-    @requires("stream")
-    def test_stream_brings_the_whole_state(self, rig: Rig) -> None:
-        updater, receiver = rig.updater(), rig.receiver(counters(0), stream=True)
-        updater.push(counters(1))
-        assert receiver.pull(10.0) == 1
-        assert seen(receiver.weights) == 1
-
     @swallowed
     def test_interrupted_pull_leaves_a_whole_version(self, rig: Rig) -> None:
         policy = counters(0, 400, 64)
@@ -289,6 +282,7 @@ class ApplyingCases(Cases):
             updater.push(state, wait="none")
             hits += interrupted(lambda: receiver.pull(0.05), after=round_ % 20 * 0.0001)
             assert seen(policy) == receiver.version
+        assert hits, "no pull was hit"
         fill(state, updater.version + 1)
         updater.push(state)
         assert receiver.pull(10.0) == updater.version == seen(policy)
@@ -308,13 +302,42 @@ class ApplyingCases(Cases):
     def test_interrupted_push_leaves_a_whole_version(self, rig: Rig) -> None:
         policy = counters(0, 400, 64)
         updater, receiver = rig.updater(), rig.receiver(policy)
+        hits = 0
         for round_ in range(60):
             state = counters(updater.version + 1, 400, 64)
-            interrupted(lambda sent=state: updater.push(sent, wait="none"), after=round_ % 20 * 0.0002)  # type: ignore[misc]
+            hits += interrupted(lambda sent=state: updater.push(sent, wait="none"), after=round_ % 20 * 0.0002)  # type: ignore[misc]
             receiver.pull(0.0)
             assert not receiver.ready or seen(policy) == receiver.version
+        assert hits, "no push was hit"
         report = updater.push(counters(updater.version + 1, 400, 64))
         assert receiver.pull(10.0) == report.version == seen(policy)
+
+    @swallowed
+    def test_subsets_after_an_interrupted_push_lie_on_what_the_worker_has(self, rig: Rig) -> None:
+        """Or else they are refused, before anything moves, with the word to push a full version."""
+        policy = counters(0, 400, 64)
+        updater, receiver = rig.updater(), rig.receiver(policy)
+        first, *others = policy
+        hits = 0
+        for round_ in range(40):
+            full = counters(updater.version + 1, 400, 64)
+            hits += interrupted(lambda sent=full: updater.push(sent, wait="none"), after=round_ % 20 * 0.0002)  # type: ignore[misc]
+            number, refused = updater.version + 1, ""
+            try:
+                updater.push({first: counters(number, 1, 64)[first]}, partial=True)
+            except PreflightError as exc:
+                refused = str(exc)
+            if refused:
+                assert "full" in refused
+                assert updater.version == number - 1
+                receiver.pull(0.0)
+                assert not receiver.ready or seen(policy) == receiver.version
+                continue
+            assert receiver.pull(10.0) == number == int(policy[first][0])
+            assert 0 < seen({name: policy[name] for name in others}) < number
+            updater.push(counters(number + 1, 400, 64))
+            assert receiver.pull(10.0) == number + 1 == seen(policy)
+        assert hits, "no push was hit"
 
     @swallowed
     def test_interrupted_wait_for_workers(self, rig: Rig) -> None:
