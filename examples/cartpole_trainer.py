@@ -11,36 +11,41 @@ import statistics
 import threading
 import time
 from collections.abc import Collection
+from multiprocessing import connection
 from typing import Any
 
 import gymnasium as gym
 import torch
 from cartpole_ppo import ENV, Learner, Rollout
 from cartpole_view import View
-from cartpole_worker import Report, work, work_in_process
+from cartpole_worker import Outbox, Report, work, work_in_process
 
 from weightwire import WeightUpdater, WorkerLostError, parse_endpoint
 from weightwire.registry import open_backend
 
 EPISODES = 20  # greedy ones, at the end
 PATIENCE = 60.0  # seconds without a word from any worker: something is wrong
+SPAWN = multiprocessing.get_context("spawn")
 GOODBYE = 10.0  # seconds in which all workers that were at work finish what they are at
 
 
 class Crew:
-    """The workers and the queue through which their reports come back."""
+    """The workers and the ways on which their reports come back."""
 
     def __init__(self, endpoint: str, names: list[str], seed: int) -> None:
         self.processes = runs_in_processes(endpoint)
-        spawn = multiprocessing.get_context("spawn")
         # Room for one: whoever waits here acts on the newest policy afterwards, not on an old one in advance.
-        self.reports: Any = spawn.Queue(maxsize=1) if self.processes else queue.Queue(maxsize=1)
-        jobs = [(endpoint, name, 1_000 * seed + index, self.reports) for index, name in enumerate(names)]
-        self.workers: list[Any] = (
-            [spawn.Process(target=work_in_process, args=job, name=job[1], daemon=True) for job in jobs]
-            if self.processes
-            else [threading.Thread(target=work, args=job, name=job[1], daemon=True) for job in jobs]
-        )
+        self.queue: queue.Queue[Report] = queue.Queue(maxsize=1)  # of all threads
+        self.outboxes: dict[Any, Outbox] = {}  # of each process, by its end of the pipe
+        self.workers: list[Any] = []
+        for index, name in enumerate(names):
+            job = (endpoint, name, 1_000 * seed + index)
+            if self.processes:
+                outbox = Outbox(SPAWN)
+                self.outboxes[outbox.inbox] = outbox
+                self.workers.append(SPAWN.Process(target=work_in_process, args=(*job, outbox), name=name, daemon=True))
+            else:
+                self.workers.append(threading.Thread(target=work, args=(*job, self.queue), name=name, daemon=True))
 
     def start(self) -> None:
         # Ctrl-C goes to every process of a terminal. Workers inherit that it is blocked: the trainer ends them. Here it
@@ -50,6 +55,8 @@ class Crew:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         for worker in self.workers:
             worker.start()
+        for outbox in self.outboxes.values():
+            outbox.started()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, before)
         if pressed:
@@ -59,12 +66,20 @@ class Crew:
         """The next report of any worker. Raises ``RuntimeError`` where none comes within a minute, or none can."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            try:
-                return self.reports.get(timeout=0.5)
-            except queue.Empty:
-                if not self.alive:
-                    raise RuntimeError("all workers have ended; what they printed above says why") from None
+            with contextlib.suppress(queue.Empty):
+                return self._next() if self.processes else self.queue.get(timeout=0.5)
+            if not self.alive:
+                raise RuntimeError("all workers have ended; what they printed above says why")
         raise RuntimeError(f"no worker has reported for {PATIENCE:.0f} s")
+
+    def _next(self) -> Report:
+        for inbox in connection.wait(list(self.outboxes), timeout=0.5):
+            outbox = self.outboxes.pop(inbox)
+            with contextlib.suppress(EOFError, OSError):  # of a worker that is gone, perhaps amid its report
+                report = outbox.get()
+                self.outboxes[inbox] = outbox  # the last to be asked again: each has its turn
+                return report
+        raise queue.Empty
 
     @property
     def alive(self) -> int:

@@ -32,12 +32,40 @@ class Report:
     rollout: Rollout | None = None  # None: the episodes were the greedy ones that the trainer had asked for
 
 
+class Outbox:
+    """A worker's own way to the trainer, with room for one report. A shared queue would stop for all of them when a
+    worker is killed that just holds its lock."""
+
+    def __init__(self, context: Any) -> None:
+        self.inbox, self._pipe = context.Pipe(duplex=False)
+        self._room = context.Semaphore(1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "inbox": None}  # that is the trainer's
+
+    def put(self, report: Report, timeout: float) -> None:
+        """Raises ``queue.Full``, as a queue does."""
+        if not self._room.acquire(timeout=timeout):
+            raise queue.Full
+        self._pipe.send(report)
+
+    def started(self) -> None:
+        """The worker has its end: without this one, the trainer sees that end close when the worker dies."""
+        self._pipe.close()
+
+    def get(self) -> Report:
+        """In the trainer. Raises ``EOFError`` or ``OSError`` where the worker is gone."""
+        report: Report = self.inbox.recv()
+        self._room.release()
+        return report
+
+
 def work_in_process(endpoint: str, name: str, seed: int, reports: Any) -> None:
     """:func:`work` as the target of a process."""
     threading.Thread(target=end_with_the_trainer, daemon=True).start()
     torch.set_num_threads(1)  # many workers share the cores
-    reports.cancel_join_thread()  # what is left in the queue when the trainer is done, nobody reads
-    work(endpoint, name, seed, reports)
+    with contextlib.suppress(BrokenPipeError):  # the trainer is gone
+        work(endpoint, name, seed, reports)
 
 
 def end_with_the_trainer() -> None:

@@ -25,7 +25,10 @@ class _State:
 
 
 def forbid(owner: Any) -> None:
-    """Have ``owner.in_child()`` called in every forked child. It may only close descriptors: no locks, no waiting."""
+    """Have ``owner.in_child()`` called in every forked child. It may only close descriptors: no locks, no waiting.
+
+    Where it has a ``before_fork``, that is called in the parent before.
+    """
     _State.owners.add(owner)
 
 
@@ -50,7 +53,16 @@ def _after_fork() -> None:
             owner.in_child()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _before_fork() -> None:
+    for owner in list(_State.owners):
+        with contextlib.suppress(Exception):
+            getattr(owner, "before_fork", _nothing)()
+
+
+def _nothing() -> None: ...
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Origin:

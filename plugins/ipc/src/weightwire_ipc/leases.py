@@ -13,8 +13,9 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 
-from weightwire import forks
+from weightwire.forks import forbid, give_up
 from weightwire_ipc.memory import memfd, reopen
 
 __all__ = ["Lease", "ReadLeases", "WriteLocks"]
@@ -86,27 +87,36 @@ class Lease:
         self._leases: ReadLeases | None = leases
         self._slot = slot
 
+    @property
+    def ended(self) -> bool:
+        return self._leases is None
+
     def release(self) -> None:
         """Idempotent; may be called from any thread and from a finalizer."""
         leases, self._leases = self._leases, None
         if leases is not None:
-            leases._drop(self._slot, id(self))
+            leases.sweep(self._slot)
 
     __del__ = release
 
 
 class ReadLeases:
-    """A worker's side: any number of holds on a slot, one kernel lock for all of them."""
+    """A worker's side: any number of holds on a slot, one kernel lock for all of them.
+
+    What an interrupt breaks off, in here or in a finalizer where Python only prints it, the next :meth:`sweep` ends:
+    a slot stays in ``_holds`` until its kernel lock has gone, and a hold counts for as long as its lease lives and
+    has not ended.
+    """
 
     def __init__(self, fd: int, lane: int) -> None:
         """``fd`` may be shared with others; it is opened anew and stays the caller's."""
         self._fd = reopen(fd, os.O_RDONLY)
         self._lane = lane
-        self._holds: dict[int, set[int]] = {}  # slot -> identities of its leases
+        self._holds: dict[int, dict[int, weakref.ref[Lease]]] = {}  # slot -> its leases, by identity
         self._closing = False
         # Reentrant: the garbage collector may end a lease while this thread is in here.
         self._lock = threading.RLock()
-        forks.forbid(self)
+        forbid(self)
 
     def take(self, slot: int) -> Lease | None:
         """A hold on a slot, or ``None`` where the trainer is writing it."""
@@ -114,23 +124,29 @@ class ReadLeases:
         with self._lock:
             if self._fd < 0:
                 return None
-            self._holds.setdefault(slot, set()).add(id(lease))
+            self._holds.setdefault(slot, {})[id(lease)] = weakref.ref(lease)
             taken = _set(self._fd, fcntl.F_RDLCK, slot * LANES + self._lane, 1)
         if not taken:
             lease.release()
             return None
         return lease
 
-    def _drop(self, slot: int, hold: int) -> None:
+    def sweep(self, slot: int | None = None) -> None:
+        """Let go of a slot, or of all, as far as no living lease holds it."""
         if self._fd < 0:  # closed, or this is a forked child: the lock may be held by a thread that is not here
             return
         with self._lock:
-            holds = self._holds.get(slot, set())
-            holds.discard(hold)
-            if holds or self._fd < 0:
-                return
-            self._holds.pop(slot, None)
-            _set(self._fd, fcntl.F_UNLCK, slot * LANES + self._lane, 1)
+            for number in list(self._holds) if slot is None else (slot,):
+                holds = self._holds.get(number)
+                if holds is None or self._fd < 0:
+                    continue
+                for hold, reference in list(holds.items()):
+                    lease = reference()
+                    if lease is None or lease.ended:
+                        del holds[hold]
+                if not holds:
+                    _set(self._fd, fcntl.F_UNLCK, number * LANES + self._lane, 1)
+                    self._holds.pop(number, None)
             self._close_if_done()
 
     def close(self) -> None:
@@ -147,4 +163,4 @@ class ReadLeases:
     def in_child(self) -> None:
         """In a forked child: let go of the locks, which are the parent's."""
         fd, self._fd = self._fd, -1
-        forks.give_up(fd)
+        give_up(fd)

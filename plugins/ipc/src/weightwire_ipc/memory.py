@@ -100,8 +100,19 @@ def _mib(nbytes: int) -> str:
 
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:
-    """A writable mapping; only possible before :func:`seal`, and unharmed by it."""
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    """A writable mapping; only possible before :func:`seal`, and unharmed by it.
+
+    Raises :class:`~weightwire.StorageFullError` where this process may not have so much address space.
+    """
+    try:
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as exc:
+        if exc.errno not in _NO_ROOM:
+            raise
+        raise StorageFullError(
+            f"a version needs {_mib(nbytes)} of address space, which this process cannot have ({exc.strerror}): "
+            "see ulimit -v"
+        ) from exc
 
 
 def seal(fd: int) -> int:

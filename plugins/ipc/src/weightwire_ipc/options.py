@@ -14,7 +14,8 @@ class IpcOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         slots: copies of the payload that are kept at rest. Two: one to act with, one to write.
-        max_slots: how many there may be while workers hold on to old ones. Default: ``max(4, workers + 2)``.
+        max_slots: how many there may be while workers hold on to old ones. Default: ``max(4, workers + 2)``, or two
+            more than are kept for workers with versions of their own where those are many.
     """
 
     slots: Annotated[int, msgspec.Meta(ge=2)] = 2
@@ -24,6 +25,6 @@ class IpcOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_slots is not None and self.max_slots < self.slots:
             raise ValueError(f"max_slots={self.max_slots} is less than slots={self.slots}")
 
-    def most(self, workers: int) -> int:
-        """How many slots there may be at most, with this many workers."""
-        return max(4, self.slots, workers + 2) if self.max_slots is None else self.max_slots
+    def most(self, workers: int, kept: int = 0) -> int:
+        """How many slots there may be at most, with this many workers, and this many slots that have to be kept."""
+        return max(4, self.slots, workers + 2, kept + 2) if self.max_slots is None else self.max_slots

@@ -233,12 +233,16 @@ def _look(path: Path, name: str) -> tuple[dict[str, float], bool]:
         os.close(lock)
 
 
+_LATEST = 2**53
+"""No epoch or process is as large: a file that says so was not written by us."""
+
+
 def _read(lock: int) -> dict[str, float]:
     """What a lock file says; nothing where it is empty or unreadable."""
     try:
         found = json.loads(os.pread(lock, 4096, 0) or b"{}")
-        return {key: value for key, value in found.items() if isinstance(value, (int, float))}
-    except (ValueError, AttributeError):
+        return {k: v for k, v in found.items() if isinstance(v, (int, float)) and 0 <= v < _LATEST}  # no NaN either
+    except (ValueError, AttributeError, RecursionError):
         return {}
 
 

@@ -213,7 +213,7 @@ class _Damaged(Delivery):
     """A version whose header cannot be read. The core finds that out when it checks the digest, and so it is refused
     like any other that is not what was sent: once, and the trainer is told."""
 
-    def __init__(self, info: SlotInfo, error: DigestError) -> None:
+    def __init__(self, info: SlotInfo, error: Exception) -> None:
         super().__init__(Header(info.stamp, Layout((), ()), base=info.base, digest=bytes(16)))
         self._error = error
 
@@ -290,6 +290,7 @@ class IpcReceiver(Receiver):
             if info is None or info.slot in session.slots:
                 return self._offer(session, info)
         self._look_at = now + LOOK
+        self._sweep(session)
         most, dry, delivery = 1, False, None
         while delivery is None and not dry:
             dry = session.pump(most)
@@ -365,7 +366,7 @@ class IpcReceiver(Receiver):
         try:
             data = slot.header(info.stamp)
             delivery = None if data is None else self._deliver(slot, lease, self._decode(data, info, slot))
-        except DigestError as exc:
+        except (DigestError, OSError) as exc:  # damaged, or not to be mapped: no memory, no room for another mapping
             lease.release()
             return _Damaged(info, exc)
         except BaseException:
@@ -399,6 +400,14 @@ class IpcReceiver(Receiver):
         self._alive[self._serial] = (weakref.ref(base), lease)
         weakref.finalize(base, _dead, self._alive, self._serial).atexit = False
 
+    def _sweep(self, session: Session) -> None:
+        """End leases whose end was interrupted: the trainer would wait for them for ever."""
+        for serial, (base, _) in list(self._alive.items()):
+            if base() is None:
+                _dead(self._alive, serial)
+        if session.leases is not None:
+            session.leases.sweep()
+
     # -- reports, end ------------------------------------------------------------------------------------------------
 
     def report(self, event: Applied | Refused) -> None:
@@ -431,14 +440,24 @@ class IpcReceiver(Receiver):
 
     def _take_along(self) -> None:
         """Weights that are still in use live on without a lease: make the pages under them this process's own."""
-        going = not threading.main_thread().is_alive()  # at interpreter exit nobody uses them any more
-        for reference, lease in list(self._alive.values()):
-            base = reference()
-            if base is not None and not going:
-                page = base[::PAGE]
-                np.bitwise_or(page, 0, out=page)
+        if threading.main_thread().is_alive():  # at interpreter exit nobody uses them any more
+            self._make_private()
+        for _, lease in list(self._alive.values()):
             lease.release()
         self._alive.clear()
+
+    def _make_private(self) -> None:
+        for reference, _ in list(self._alive.values()):
+            base = reference()
+            if base is not None:
+                page = base[::PAGE]
+                np.bitwise_or(page, 0, out=page)
+
+    def before_fork(self) -> None:
+        """Weights that point at a slot would change under a forked child when this process has moved on: from here on
+        both have pages of their own, at the price of one copy."""
+        if self._alive:
+            self._make_private()
 
     def in_child(self) -> None:
         """In a forked child: let go of everything that tells the trainer that this worker lives."""

@@ -131,6 +131,7 @@ class IpcSender(Sender):
         self._written: tuple[Offers, bytes] | None = None  # the newest offers, and the news of them
         self._peers: dict[int, Peer] = {}  # by descriptor
         self._workers: dict[str, Peer] = {}  # by name
+        self._broken_off = False  # a turn at the sockets has not come to its end
         self._events: list[Event] = []
         self._closed = self._freed = False
         self._attended = 0.0
@@ -220,7 +221,7 @@ class IpcSender(Sender):
                 if slot.number not in kept and self._leases.take(slot.number):
                     free.append(slot)
             busy = [slot for slot in self._slots.values() if slot not in free]
-            most = self._options.most(len(self._workers))
+            most = self._options.most(len(self._workers), len(kept))
             plan = choose_slot(need, free, busy, self._options.slots, most)
             if plan.use is None and plan.make and not (plan.patient and patient):
                 plan = plan._replace(use=self._make(need, free, plan.instead))
@@ -395,6 +396,10 @@ class IpcSender(Sender):
             self._announce()
             if self._deaf_until:
                 self._listen_again()
+            if self._broken_off:  # by an interrupt, after messages had left a socket and before they were handled
+                for one in list(self._peers.values()):
+                    self._listen(one, most)
+            self._broken_off = True
             for fd, mask in self._epoll.poll(0):
                 peer = self._peers.get(fd)
                 if peer is None:
@@ -404,6 +409,7 @@ class IpcSender(Sender):
                     self._listen(peer, most)
                 if mask & select.EPOLLOUT and fd in self._peers:
                     self._tell(peer)
+            self._broken_off = False
 
     def _accept(self) -> None:
         """Let one worker in. What is short now may be there again soon: meanwhile they wait at the door."""

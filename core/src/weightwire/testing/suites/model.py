@@ -342,11 +342,15 @@ class ModelCases(Cases):
 
     def test_histories(self) -> None:
         """Workers in threads of this process, whatever the backend: many short histories."""
-        self._run(mortal=False, capabilities=self.info().capabilities - {"processes"}, examples=100, steps=40)
+        capabilities = self.info().capabilities
+        examples, steps = (
+            (40, 30) if "processes" in capabilities else (80, 40)
+        )  # more where a push costs next to nothing
+        self._run(mortal=False, capabilities=capabilities - {"processes"}, examples=examples, steps=steps)
 
     @requires("processes")
     def test_histories_with_deaths(self) -> None:
-        self._run(mortal=True, capabilities=self.info().capabilities, examples=6, steps=20)
+        self._run(mortal=True, capabilities=self.info().capabilities, examples=8, steps=20)
 
     @pytest.mark.soak
     @pytest.mark.timeout(900)
