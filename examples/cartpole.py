@@ -18,6 +18,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 IMAGES = (".png", ".pdf", ".svg")
@@ -76,7 +77,11 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return run(args)
     except KeyboardInterrupt:
-        print("\nInterrupted; the workers have ended.", file=sys.stderr)
+        print("\nInterrupted; the workers have ended.", file=sys.stderr, flush=True)
+        if threading.active_count() > 1:
+            # A worker that is a thread and has not joined is amid its imports, and cannot be ended: they would go on in
+            # an interpreter that is being taken down, which aborts the process.
+            os._exit(130)
         return 130
     except (WeightwireError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -95,7 +95,7 @@ class WeightUpdater:
         self._sender: Sender = self._backend.make_sender(
             parsed,
             options_for(parsed, self._backend.info),
-            SenderContext(epoch=int(time.time() * 1000), deadline=Deadline.after(timeout), logger=logger),
+            SenderContext(epoch=int(time.time() * 1000), deadline=Deadline.after(self.timeout), logger=logger),
         )
         self._origin = Origin(f"The updater of {self._sender.endpoint}")
         self._newest = Version(self._sender.epoch, start_version)  # the last number that was used up
@@ -515,26 +515,28 @@ class _Turn:
     def __init__(self, what: str) -> None:
         self._what = what
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._inside: set[int] = set()  # threads that have the turn, or are about to
 
     @property
     def mine(self) -> bool:
-        return self._owner == threading.get_ident()
+        return threading.get_ident() in self._inside
 
     def take(self, got: list[bool], deadline: Deadline) -> None:
         """Wait for the turn; ``give(got)`` ends it, whether this has returned, raised or was interrupted."""
         if self.mine:
             raise RuntimeError(f"{self._what} is in the middle of a push of this thread; one cannot be within another")
+        got.append(True)
+        self._inside.add(threading.get_ident())
         # `got` is filled by the call that takes the lock, so that no interrupt comes in between.
         got.extend(map(self._lock.acquire, (True,), (deadline.remaining,)))
-        if not got[0]:
+        if not got[1]:
             raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
-        self._owner = threading.get_ident()
 
     def give(self, got: list[bool]) -> None:
-        if got and got[0]:
-            self._owner = None
+        if got[1:] == [True]:
             self._lock.release()
+        if got:
+            self._inside.discard(threading.get_ident())
 
     @contextmanager
     def taken(self, deadline: Deadline) -> Iterator[None]:

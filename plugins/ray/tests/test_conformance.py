@@ -25,4 +25,4 @@ class TestRay(BackendSuite):
     }
 
     def make_endpoint(self) -> str:
-        return f"ray://kit-{uuid.uuid4().hex[:12]}?address={ray.get_runtime_context().gcs_address}"
+        return f"ray://kit-{uuid.uuid4().hex[:12]}?address={ray.get_runtime_context().gcs_address}&alias=force"

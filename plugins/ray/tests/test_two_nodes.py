@@ -113,7 +113,7 @@ class TestTwoNodes(BackendSuite):
     }
 
     def make_endpoint(self) -> str:
-        return f"ray://kit-{uuid.uuid4().hex[:12]}"
+        return f"ray://kit-{uuid.uuid4().hex[:12]}?alias=force"
 
     @pytest.mark.parametrize("when", ["before", "during", "after"])
     def test_worker_is_killed(self, rig: Rig, when: str) -> None:  # type: ignore[override]

@@ -89,6 +89,7 @@ class FailureCases(Cases):
         assert updater.workers["stopped"].state == "stuck"
         stopped.cont()
         assert stopped.pull(10.0) == stopped.seen() == 30
+        until(lambda: updater.workers["stopped"].state == "acting", "it has spoken, and is waited for again", 10)
         assert updater.wait(30, timeout=10.0).receipts["stopped"].state == "applied"
 
     @requires("processes")

@@ -30,7 +30,7 @@ __all__ = ["ModelCases"]
 
 NAMES = ("a", "b", "c", "d")
 NAMED = ("w1", "w2", "w3", "w4")
-MOST = 3
+MOST = 8
 """Versions that somebody may still ask for, at most. A backend that keeps them in few slots needs one more to write."""
 
 Values = dict[str, int]
