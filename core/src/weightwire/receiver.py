@@ -313,9 +313,19 @@ class WeightReceiver:
             chain.pop().release()
 
     def _apply(self, chain: list[Delivery]) -> int:
+        prepared: list[Prepared] = []
+        try:
+            event = self._change(chain, prepared)
+            self._after(event)
+        finally:  # last: to give large old tensors back takes a while, for which the trainer need not wait
+            for done in prepared:
+                done.done()
+        return event.stamp.number
+
+    def _change(self, chain: list[Delivery], prepared: list[Prepared]) -> Applied:
+        """Verify, prepare and commit; raises what ``pull`` raises where the version is not taken."""
         header = chain[-1].header
         seconds: dict[str, float] = {}
-        prepared: list[Prepared] = []
         phase, begun = "verify", time.perf_counter()
         try:
             base = self._state.have.base
@@ -342,11 +352,7 @@ class WeightReceiver:
             if any(done.ruined for done in prepared):
                 self._refuse(header.stamp, phase, RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
             raise
-        finally:
-            for done in prepared:
-                done.done()
-        self._after(event)
-        return header.stamp.number
+        return event
 
     def _verify(self, delivery: Delivery, base: Version | None) -> Version:
         """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
