@@ -57,7 +57,7 @@ def test_trainer_is_killed_at_random_moments(rig: Rig, run_directory: Path, kill
         followed = reader.result(60)
         assert followed.versions[-1] == END + 1
         assert not followed.errors
-        assert followed.versions.count(1) + followed.versions.count(2) > 0, "some trainers were heard of"
+        assert len(followed.versions) > 1, "some of the trainers that were killed were heard of"
     last.close()
     assert len(names(run_directory) - {"foreign.lock"}) <= 2
 
