@@ -10,7 +10,9 @@ import fcntl
 import mmap
 import os
 import struct
+from array import array
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from weightwire.errors import StorageFullError, WireError
@@ -30,6 +32,7 @@ __all__ = [
     "pages",
     "reopen",
     "seal",
+    "unwritten",
 ]
 
 PAGE = mmap.PAGESIZE
@@ -133,6 +136,28 @@ def check_sealed(fd: int, nbytes: int) -> None:
         sealed = 0
     if size != nbytes or not sealed:
         raise WireError(f"a memory of {size} bytes came where a sealed one of {nbytes} was announced")
+
+
+def unwritten(mapping: mmap.mmap) -> bool:
+    """Whether nothing was written to a copy-on-write mapping: all its pages are still the file's.
+
+    False where the kernel does not say (before Linux 6.7). Costs less than half of unmapping.
+    """
+    found = array("Q", (0, 0, 0))  # one region: start, end, categories
+    begin = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+    wanted = _SCAN.pack(  # one page that is present or swapped, and not the file's
+        *(_SCAN.size, 0, begin, begin + len(mapping), 0, found.buffer_info()[0], 1, 1),
+        *(_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT),
+    )
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            return fcntl.ioctl(file, _PAGEMAP_SCAN, bytearray(wanted)) == 0
+    except OSError:
+        return False
+
+
+_PAGEMAP_SCAN, _SCAN = 0xC0606610, struct.Struct("12Q")
+_FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4  # PAGE_IS_...
 
 
 class Board:
