@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure import Contender
+from measure import PATIENCE, Contender
 from states import Look, nbytes
 from torch import Tensor, nn
-from workers import PATIENCE, Crew, contender
+from workers import Crew, contender, counter
 
-__all__ = ["BareEnd", "bare_crew", "flat_copy"]
+__all__ = ["BareEnd", "bare_crew", "flat_copy", "views", "walk"]
 
 
 def flat_copy(size: int) -> Contender:
@@ -31,9 +31,12 @@ def walk(module: nn.Module) -> list[Tensor]:
     return [tensor.detach() for _, tensor in (*module.named_parameters(), *module.named_buffers())]
 
 
-def views(memory: mmap.mmap, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors' shapes over shared memory, one behind the other."""
-    flat = torch.from_numpy(np.frombuffer(memory, np.uint8))
+def shared(memory: mmap.mmap) -> Tensor:
+    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+
+
+def views(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors' shapes over flat memory, one behind the other."""
     cuts = flat.split([tensor.nbytes for tensor in tensors])
     return [cut.view(tensor.dtype).view(tensor.shape) for cut, tensor in zip(cuts, tensors, strict=True)]
 
@@ -54,19 +57,16 @@ class BareEnd:
         self.socket.connect(address)
         _, (descriptor,), _, _ = socket.recv_fds(self.socket, 1, 1)
         self.targets = walk(module)
-        self.sources = views(mmap.mmap(descriptor, nbytes(module)), self.targets)
+        self.sources = views(shared(mmap.mmap(descriptor, nbytes(module))), self.targets)
         os.close(descriptor)
         self.look = Look(module)
 
-    def take(self, sentinel: float) -> None:
+    def take(self, sentinel: float, *how: str) -> None:
         if float(self.socket.recv(32)) != sentinel:
             raise AssertionError("a message was lost")
         torch._foreach_copy_(self.targets, self.sources)
         self.look(sentinel)
         self.socket.send(b"done")
-
-    def idle(self) -> None:
-        raise NotImplementedError("the bare floor has no question to ask")
 
     def close(self) -> None:
         self.socket.close()
@@ -80,7 +80,7 @@ def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int) -> 
     descriptor = os.memfd_create("bare-floor")
     stack.callback(os.close, descriptor)
     os.ftruncate(descriptor, nbytes(module))
-    arena = views(mmap.mmap(descriptor, nbytes(module)), walk(module))
+    arena = views(shared(mmap.mmap(descriptor, nbytes(module))), walk(module))
     address = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "socket"
     listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     listener.settimeout(PATIENCE)
@@ -96,19 +96,14 @@ def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int) -> 
         socket.send_fds(peer, [b"-"], [descriptor])
         peers.append(peer)
     crew.answers()
-    version = 0
-
-    def upcoming() -> float:
-        nonlocal version
-        version += 1
-        return float(version)
+    sentinels, versions = counter(), counter()  # the same numbers, asked for before the clock and within it
 
     def push() -> None:
         torch._foreach_copy_(arena, walk(module))
-        message = str(version).encode()
+        message = str(versions()).encode()
         for peer in peers:
             peer.send(message)
         for peer in peers:
             peer.recv(32)
 
-    return contender(crew, module, push, upcoming)
+    return contender(crew, module, push, sentinels)

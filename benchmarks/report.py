@@ -1,11 +1,11 @@
-"""What a run leaves behind: a table in the terminal, the same in Markdown, all raw samples in JSON, and plots."""
+"""What a run leaves behind: a table in the terminal, the same in Markdown, and all raw samples in JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from bars import Verdict
 from measure import Contest, Spread
+from plots import AXES, TITLES, plot_bars, plot_curves, plot_times
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["machine", "print_table", "write"]
 
-TO_MS = {"s": 1e3, "ms": 1.0, "us": 1e-3}
-HEAD = ("id", "work", "measured", "against", "result (quartiles)", "to reach", "")
+HEAD = ("id", "work", "measured", "against", "result (quartiles)", "turns", "to reach", "")
 
 
 def machine() -> dict[str, Any]:
@@ -42,30 +42,52 @@ def machine() -> dict[str, Any]:
     }
 
 
-def rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:
+def rows(verdicts: Sequence[Verdict], *, toys: bool = False) -> list[tuple[str, ...]]:
     return [
         (
             verdict.bar.bench,
             verdict.bar.work,
             f"{verdict.bar.measured}: {amount(verdict.measured.median, verdict.unit)}",
-            f"{verdict.bar.against}: {amount(verdict.against.median, verdict.unit)}" if verdict.against else "",
+            against(verdict),
             result(verdict),
-            "" if verdict.bar.limit is None else f"at most {limit(verdict)}",
-            {True: "reached", False: "NOT REACHED", None: "shown"}[verdict.reached],
+            str(verdict.measured.turns),
+            limit(verdict),
+            "toy" if toys else word(verdict),
         )
         for verdict in verdicts
     ]
 
 
+def word(verdict: Verdict) -> str:
+    if verdict.failed:
+        return "PEER FAILED"
+    return {True: "reached", False: "NOT REACHED", None: "shown"}[verdict.reached]
+
+
+def against(verdict: Verdict) -> str:
+    if verdict.failed:
+        return f"{verdict.bar.against}: failed"
+    return f"{verdict.bar.against}: {amount(verdict.against.median, verdict.unit)}" if verdict.against else ""
+
+
 def result(verdict: Verdict) -> str:
-    unit = "times" if verdict.bar.how == "times" else verdict.unit
-    spread: Spread = verdict.result
-    return f"{amount(spread.median, unit)} ({amount(spread.low, unit)} to {amount(spread.high, unit)})"
+    spread = verdict.result
+    if spread is None:
+        return ""
+    unit = {"times": "times", "faster": "times faster"}.get(verdict.bar.how, verdict.unit)
+    return f"{number(spread.median, unit)} ({number(spread.low, unit)} to {number(spread.high, unit)}) {unit}"
 
 
 def limit(verdict: Verdict) -> str:
-    assert verdict.bar.limit is not None
-    return f"{verdict.bar.limit:g} {verdict.bar.unit}" + (" more" if verdict.bar.how == "more" else "")
+    bar = verdict.bar
+    if bar.limit is None:
+        return ""
+    least = "at least" if bar.how == "faster" else "at most"
+    return f"{least} {bar.limit:g} {bar.unit}{' more' * (bar.how == 'more')}{' faster' * (bar.how == 'faster')}"
+
+
+def number(value: float, unit: str) -> str:
+    return f"{value:.4g}" if unit in ("us", "ms") else f"{value:.3g}"
 
 
 def amount(value: float, unit: str) -> str:
@@ -77,82 +99,84 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def print_table(verdicts: Sequence[Verdict], console: Console) -> None:
+def print_table(verdicts: Sequence[Verdict], console: Console, *, toys: bool = False) -> None:
     table = Table(title="benchmarks", title_justify="left")
     for column in HEAD:
         table.add_column(column)
-    styles = {True: "green", False: "bold red", None: "dim"}
-    for verdict, row in zip(verdicts, rows(verdicts), strict=True):
-        table.add_row(*row[:-1], f"[{styles[verdict.reached]}]{row[-1]}[/]")
+    styles = {"reached": "green", "NOT REACHED": "bold red", "PEER FAILED": "bold red", "shown": "dim", "toy": "dim"}
+    for row in rows(verdicts, toys=toys):
+        table.add_row(*row[:-1], f"[{styles[row[-1]]}]{row[-1]}[/]")
     console.print(table)
 
 
-def markdown(verdicts: Sequence[Verdict], facts: dict[str, Any]) -> str:
-    head = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
-    body = [f"| {' | '.join(row)} |" for row in rows(verdicts)]
-    where = (
+def markdown(
+    contests: Sequence[Contest],
+    verdicts: Sequence[Verdict],
+    facts: dict[str, Any],
+    missing: Sequence[str],
+    *,
+    toys: bool = False,
+) -> str:
+    parts = [TOYS] if toys else []
+    parts.append(grid(HEAD, rows(verdicts, toys=toys)))
+    parts += curve_tables(contests)
+    failed = [f"- {c.bench}, {c.work}: {name}: {why}" for c in contests for name, why in c.failed.items()]
+    if failed:
+        parts.append("\n".join(["Peers that failed:", "", *failed]))
+    if missing:
+        parts.append("\n".join(["Not measured:", "", *(f"- {text}" for text in missing)]))
+    parts.append(
         f"Measured on {facts['cores']} cores of {facts['cpu']}, {facts['memory_gb']} GB, Linux {facts['kernel']}, "
-        f"Python {facts['python']}, torch {torch.__version__}. Medians of interleaved turns, quartiles in brackets."
+        f"Python {facts['python']}, torch {torch.__version__}, load {facts['load'][0]:.2f} at the start. "
+        f"Medians of interleaved turns, quartiles in brackets."
     )
-    return "\n".join([*head, *body, "", where, ""])
+    return "\n\n".join(parts) + "\n"
 
 
-def write(out: Path, contests: Sequence[Contest], verdicts: Sequence[Verdict], facts: dict[str, Any]) -> list[Path]:
-    """Write ``latest.json``, ``latest.md``, ``bars.png`` and ``times.png`` into ``out``; returns their paths."""
+TOYS = "**These are toys, measured to see that everything works. The table says nothing.**"
+
+
+def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in body)])
+
+
+def curve_tables(contests: Sequence[Contest]) -> list[str]:
+    """One table a curve: a row for each point, a column for each contender."""
+    tables = []
+    for bench, axis in AXES.items():
+        points = [contest for contest in contests if contest.bench == bench]
+        if points:
+            names = list(dict.fromkeys(name for contest in points for name in contest.series))
+            body = [
+                [contest.work, *(amount(Spread.of(contest.series[name]).median, contest.unit) for name in names)]
+                for contest in points
+            ]
+            tables.append(f"{bench}: {TITLES[bench]}\n\n{grid([axis, *names], body)}")
+    return tables
+
+
+def write(
+    out: Path,
+    contests: Sequence[Contest],
+    verdicts: Sequence[Verdict],
+    facts: dict[str, Any],
+    missing: Sequence[str],
+    *,
+    toys: bool = False,
+) -> list[Path]:
+    """Write ``latest.json``, ``latest.md`` and the plots into ``out``; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / name for name in ("latest.json", "latest.md", "bars.png", "times.png")]
+    paths = [out / name for name in ("latest.json", "latest.md", "bars.png", "times.png", "curves.png")]
     record = {
         "machine": facts,
+        "toys": toys,
+        "missing": list(missing),
         "contests": [asdict(contest) for contest in contests],
         "verdicts": [asdict(verdict) | {"reached": verdict.reached} for verdict in verdicts],
     }
     paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    paths[1].write_text(markdown(verdicts, facts))
+    paths[1].write_text(markdown(contests, verdicts, facts, missing, toys=toys))
     plot_bars(paths[2], verdicts)
     plot_times(paths[3], contests)
+    plot_curves(paths[4], contests)
     return paths
-
-
-def plot_bars(path: Path, verdicts: Sequence[Verdict]) -> None:
-    """Each result as a part of what it may be: left of the line is reached."""
-    from matplotlib.figure import Figure
-
-    held = [verdict for verdict in verdicts if verdict.bar.limit]
-    figure = Figure(figsize=(9, 1 + 0.3 * len(held)), layout="constrained")
-    axis = figure.subplots()
-    for row, verdict in enumerate(held):
-        assert verdict.bar.limit
-        low, median, high = (
-            value / verdict.bar.limit for value in (verdict.result.low, verdict.result.median, verdict.result.high)
-        )
-        axis.barh(row, median, color="tab:green" if verdict.reached else "tab:red", alpha=0.7)
-        axis.plot([low, high], [row, row], color="black", linewidth=1)
-    bars = [verdict.bar for verdict in held]
-    labels = [f"{b.bench}  {b.work}: {b.measured}" + (f" / {b.against}" if b.against else "") for b in bars]
-    axis.set_yticks(range(len(held)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.axvline(1.0, color="black", linestyle="--", linewidth=1)
-    axis.set_xlabel("measured / bar (the line is the bar; whiskers are quartiles)")
-    figure.savefig(path, dpi=120)
-
-
-def plot_times(path: Path, contests: Sequence[Contest]) -> None:
-    """All turns of all contests that measure time, one dot each."""
-    from matplotlib.figure import Figure
-
-    timed = [contest for contest in contests if contest.unit in TO_MS and contest.bench != "B5"]
-    lines = [
-        (f"{c.bench}  {c.work}: {name}", [TO_MS[c.unit] * value for value in samples])
-        for c in timed
-        for name, samples in c.series.items()
-    ]
-    figure = Figure(figsize=(9, 1 + 0.25 * max(len(lines), 1)), layout="constrained")
-    axis = figure.subplots()
-    for row, (_, samples) in enumerate(lines):
-        axis.plot(samples, [row] * len(samples), "o", markersize=3, alpha=0.4)
-    axis.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlabel("milliseconds")
-    axis.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)

@@ -6,7 +6,7 @@ side of that system; every peer has one (Weightwire's is here, the others' are i
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,25 +16,36 @@ from typing import Any, Protocol
 
 import states
 import torch
-from measure import Contender
+import torch.multiprocessing
+from measure import PATIENCE, Contender
 from torch import nn
 
 from weightwire import WeightReceiver, WeightUpdater
 
-__all__ = ["Crew", "End", "WeightwireEnd", "contender", "pss", "weightwire_crew"]
+__all__ = [
+    "CONTEXT",
+    "SETTLE",
+    "Crew",
+    "End",
+    "Weightwire",
+    "WeightwireEnd",
+    "contender",
+    "counter",
+    "pss",
+    "time_calls",
+]
 
-PATIENCE = 120.0  # seconds that anything may take
+# What is preloaded is there in every worker at once; torchrl is missing where there are no peers, which is no error.
+CONTEXT = torch.multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "weightwire.receiver", "torchrl.collectors"])
 SETTLE = 0.002  # seconds from a worker's last word to its sleep in the system's own wait
 
 
 class End(Protocol):
     """A worker's side of the system that is measured."""
 
-    def take(self, sentinel: float) -> None:
+    def take(self, sentinel: float, *how: str) -> None:
         """Wait for the version with this sentinel, act with it, look at every tensor, and let the trainer know."""
-
-    def idle(self) -> None:
-        """Ask for news when there is none."""
 
     def close(self) -> None: ...
 
@@ -45,11 +56,12 @@ class WeightwireEnd:
         # Hooks run after the commit and before the trainer hears of it: the look is within the clock.
         self.receiver.on_applied(states.Look(module))
 
-    def take(self, sentinel: float) -> None:
+    def take(self, sentinel: float, *how: str) -> None:
         self.receiver.wait(int(sentinel), PATIENCE)
 
-    def idle(self) -> None:
-        self.receiver.pull()
+    def idles(self, times: int) -> list[float]:
+        """Seconds that it takes to ask for news when there are none, some times over."""
+        return [time_calls(self.receiver.pull) for _ in range(times)]
 
     def close(self) -> None:
         self.receiver.close()
@@ -75,22 +87,22 @@ def serve(pipe: Connection, state: str, make_end: Callable[..., End]) -> None:
                 answer: Any = None
             elif command[0] == "take":
                 assert end
+                states.Look(module).before(command[1])
                 pipe.send("waiting")
-                end.take(command[1])
+                end.take(*command[1:])
                 answer = None
-            elif command[0] == "idle":
-                assert end
-                answer = [time_calls(end.idle) for _ in range(command[1])]
             elif command[0] == "fill":
                 for parameter in module.parameters():
-                    parameter.data.fill_(1.0)
+                    parameter.data.fill_(0.5)  # no sentinel
                 answer = None
             elif command[0] == "digest":
                 answer = states.digest(module)
+            elif command[0] == "call":  # a method that only this kind of end has
+                answer = getattr(end, command[1])(*command[2:])
             else:
                 answer = pss()
             pipe.send(answer)
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         pass  # the trainer is gone
     except Exception as error:
         pipe.send(error)
@@ -111,12 +123,10 @@ class Crew:
     """Some worker processes of one state, each with an end of the same system as soon as it is told to open it."""
 
     def __init__(self, count: int, state: str, make_end: Callable[..., End]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "weightwire.receiver"])
         self.pipes, self.processes = [], []
         for _ in range(count):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, state, make_end), daemon=True)
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=serve, args=(there, state, make_end), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -141,9 +151,9 @@ class Crew:
         self.tell(*command, first=first, last=last)
         return self.answers(first=first, last=last)
 
-    def take(self, sentinel: float, *, last: int | None = None) -> None:
+    def take(self, sentinel: float, *how: str, last: int | None = None) -> None:
         """Have the workers wait for the version with this sentinel; returns when they do."""
-        self.ask("take", sentinel, last=last)
+        self.ask("take", sentinel, *how, last=last)
         time.sleep(SETTLE)
 
     def close(self) -> None:
@@ -159,13 +169,28 @@ class Crew:
             pipe.close()
 
 
-def contender(crew: Crew, module: nn.Module, push: Callable[[], object], upcoming: Callable[[], float]) -> Contender:
-    """``push`` brings ``module`` to all of ``crew`` and returns when they have looked for the ``upcoming`` sentinel."""
+def counter(first: float = 1.0) -> Callable[[], float]:
+    """Sentinels, each one more than the one before."""
+    return itertools.count(first).__next__
+
+
+def contender(
+    crew: Crew,
+    module: nn.Module,
+    push: Callable[[], object],
+    upcoming: Callable[[], float],
+    *how: str,
+    peer: bool = False,
+) -> Contender:
+    """``push`` brings ``module`` to all of ``crew`` and returns when they have looked for the ``upcoming`` sentinel.
+
+    ``how`` is handed on to the workers' ends, where they know more than one way.
+    """
 
     def before() -> None:
         sentinel = upcoming()
         states.change(module, sentinel)
-        crew.take(sentinel)
+        crew.take(sentinel, *how)
 
     def after() -> None:
         crew.answers()
@@ -173,14 +198,27 @@ def contender(crew: Crew, module: nn.Module, push: Callable[[], object], upcomin
         if any(found != expected for found in crew.ask("digest")):
             raise AssertionError("a worker's policy is not what the trainer pushed")
 
-    return Contender(push, before, after)
+    return Contender(push, before, after, peer)
 
 
-def weightwire_crew(stack: ExitStack, module: nn.Module, state: str, workers: int, apply: str) -> Contender:
-    """Weightwire over ipc with a crew of its own, closed with ``stack``."""
-    updater = stack.enter_context(WeightUpdater("ipc", module, timeout=PATIENCE))
-    crew = Crew(workers, state, WeightwireEnd)
-    stack.callback(crew.close)
-    crew.ask("open", updater.endpoint, apply)
-    updater.wait_for_workers(workers, PATIENCE)
-    return contender(crew, module, lambda: updater.push(wait="applied"), lambda: float(updater.version + 1))
+class Weightwire:
+    """An updater with a crew of its own, over any backend that reaches processes; closed with ``stack``."""
+
+    def __init__(
+        self, stack: ExitStack, module: nn.Module, state: str, workers: int, apply: str, endpoint: str = "ipc"
+    ) -> None:
+        self.module = module
+        self.updater = stack.enter_context(WeightUpdater(endpoint, module, timeout=PATIENCE))
+        self.crew = Crew(workers, state, WeightwireEnd)
+        stack.callback(self.crew.close)
+        self.crew.ask("open", self.updater.endpoint, apply)
+        self.updater.wait_for_workers(workers, PATIENCE)
+
+    def until(self, wait: str = "applied") -> Contender:
+        """Pushes that return when every worker has the version ``staged`` or ``applied``."""
+        return contender(
+            self.crew,
+            self.module,
+            lambda: self.updater.push(wait=wait),
+            lambda: float(self.updater.version + 1),
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import weightwire
-from weightwire.cli import backends, main
+from weightwire.cli import COMMANDS, backends, main
 
 FakeDist = Callable[..., Path]
 
@@ -140,6 +140,50 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     said = "".join(capsys.readouterr())
     assert (weightwire.__version__ if command == ["--version"] else "backends") in said
     assert "<bool>" not in said
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo"}))  # whose help is the demo's own
+def test_every_command_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n    weightwire {command}" in said
+    assert "Exit status: 0 " in said
+    assert main(["--help"]) == 0
+    listed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"  {command} "))
+    assert "..." not in listed  # a first line that fits
+
+
+def test_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docter"]) == 2
+    assert "there is no command 'docter'. Did you mean 'doctor'?" in capsys.readouterr().err
+    assert main(["xyzzy"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean" not in said
+    assert all(command in said for command in COMMANDS)
+    for command in ("doctor", "bench", "conformance"):
+        assert main([command, "vanila"]) == 2
+        assert "Did you mean 'vanilla'?" in capsys.readouterr().err
+
+
+STARTED = """
+import sys, time
+from weightwire.cli import main
+status = main(sys.argv[1:])
+heavy = [name for name in ("torch", "numpy", "ray", "weightwire_ipc", "weightwire_vanilla") if name in sys.modules]
+print(status, heavy, time.process_time(), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", [["--help"], ["backends"], ["doctor", "--help"], ["top", "--help"], ["xyzzy"]])
+def test_it_starts_at_once(command: list[str]) -> None:
+    """Seconds of the processor, as this one may be busy: the interpreter's own start is among them."""
+    spent = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", STARTED, *command], capture_output=True, text=True, timeout=60)
+        status, heavy, seconds = done.stderr.splitlines()[-1].rsplit(" ", 2)
+        assert (status, heavy) == ("2" if command == ["xyzzy"] else "0", "[]")
+        spent.append(float(seconds))
+    assert min(spent) < 0.25
 
 
 @pytest.mark.parametrize("command", [["backend"], ["backends", "--chek"], ["backends", "extra"], ["--nonsense"]])

@@ -262,7 +262,7 @@ def test_a_block_larger_than_a_bucket_is_converted_once(monkeypatch: pytest.Monk
 
     made: list[int] = []
     flat = Block.flat
-    monkeypatch.setattr(Block, "flat", lambda self, tensors: made.append(self.leaf) or flat(self, tensors))
+    monkeypatch.setattr(Block, "flat", lambda self, *args: made.append(self.leaf) or flat(self, *args))
     state = {"tiny": torch.ones(1), "huge": torch.randn(64, 64).t()[:, ::2], "last": torch.ones(3)}
     payload = payload_of(state, cast=torch.float64)
     assert snapshot(unpacked(payload, bucketed(payload, 256))) == snapshot({k: v.double() for k, v in state.items()})

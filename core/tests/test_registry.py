@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import sys
 from collections.abc import Callable
@@ -384,3 +385,13 @@ def test_own_pickles_must_be_allowed(fake_dist: FakeDist) -> None:
     assert opened("pkl?allow_pickle=true").info.pickles == "own"
     with pytest.raises(EndpointError):
         opened("pkl?allow_pickle=yes")
+
+
+def test_out_of_descriptors_is_not_taken_for_not_installed() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(BackendLoadError, match=r"'vanilla' cannot be looked for, .*Too many open files"):
+            registry.find(parse("vanilla"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

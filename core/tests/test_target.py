@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import Tensor, nn
 
+from weightwire import WeightReceiver, WeightUpdater
 from weightwire.errors import PreflightError
 from weightwire.testing import strategies
 from weightwire.testing.states import (
@@ -898,3 +899,14 @@ def test_iterating_a_mapping_that_computes_its_values_is_refused() -> None:
 
     with pytest.raises(PreflightError, match="made anew"):
         make_target(Computed())
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_an_expanded_view_in_a_mapping_of_the_receivers_own_follows_its_tensor(shape: tuple[int, ...]) -> None:
+    with WeightUpdater("vanilla") as updater, WeightReceiver(updater.endpoint) as receiver:
+        for value in (1.0, 2.0, 3.0):
+            base = torch.full(shape, value)
+            updater.push({"a": base.expand(2, *shape), "b": base})
+            receiver.pull()
+            assert torch.equal(receiver.weights["a"], base.expand(2, *shape))
+            assert torch.equal(receiver.weights["b"], base)

@@ -22,6 +22,7 @@ __all__ = [
     "EndpointInUseError",
     "IncompatibleBackendError",
     "InvalidBackendError",
+    "OffloadedError",
     "PreflightError",
     "PushError",
     "RefusedError",
@@ -89,6 +90,10 @@ class DigestError(WeightwireError):
 
 class WireError(WeightwireError, ValueError):
     """A header or message from the wire is malformed, oversized or of another protocol."""
+
+
+class OffloadedError(WeightwireError, RuntimeError):
+    """A tensor was used while :class:`~weightwire.offload.Offload` has moved its memory away. Reload it first."""
 
 
 class StorageFullError(WeightwireError):

@@ -36,7 +36,13 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 API = 1
-"""The newest API number of the hook spec. A plugin says which one it was written for."""
+"""The newest API number of the hook spec. A plugin says which one it was written for, or which ones.
+
+It grows when a plugin of the old number could not be called as before: a hook, a method of
+:class:`~weightwire.transport.Sender` or :class:`~weightwire.transport.Receiver`, or an argument is gone or means
+something else. A core that has moved on speaks the number before as well, with a ``DeprecationWarning`` that names the
+release that will not (``weightwire.registry.OLD_APIS``).
+"""
 
 CAPABILITIES = frozenset(
     {"processes", "hosts", "alias", "inline", "late_join", "subset_workers", "stream", "sharded_target", "cuda"}
@@ -57,7 +63,8 @@ class BackendInfo:
 
     Attributes:
         summary: one line for people.
-        api: the API number that the plugin was written for.
+        api: the API number that the plugin was written for, or a tuple of several: the newest that the core knows too
+            is spoken.
         capabilities: a subset of :data:`CAPABILITIES`.
         options: a ``msgspec.Struct`` type whose fields are the endpoint's options, with defaults and bounds;
             ``None``: no options. A field of type :data:`~weightwire.endpoint.Size` takes units (``64MiB``).
@@ -67,7 +74,7 @@ class BackendInfo:
     """
 
     summary: str
-    api: int = API
+    api: int | tuple[int, ...] = API
     capabilities: frozenset[str] = field(default_factory=frozenset)
     options: type[Any] | None = None
     pickles: str = "none"

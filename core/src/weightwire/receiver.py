@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,7 +21,6 @@ from weightwire import wire
 from weightwire.endpoint import Endpoint, options_for, parse
 from weightwire.errors import (
     ApplyError,
-    CapabilityError,
     ClosedError,
     DigestError,
     PreflightError,
@@ -36,15 +36,17 @@ from weightwire.report import Receipt
 from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version, bounded
 from weightwire.weights.commit import commit
 from weightwire.weights.digest import digest_of
+from weightwire.weights.stream import StreamPlan, pour
 from weightwire.weights.target import make_target
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightwire.transport import Delivery, Receiver
+    from weightwire.transport import Delivery, Header, Receiver
     from weightwire.weights.commit import Prepared
     from weightwire.weights.layout import Layout
     from weightwire.weights.names import Cast, Rename, Select
+    from weightwire.weights.stream import Group
 
 __all__ = ["WeightReceiver"]
 
@@ -55,6 +57,7 @@ SILENCE = 5.0
 
 _counter = itertools.count()
 T = TypeVar("T")
+_UNGUARDED = nullcontext()
 _TENSORS, _NBYTES = attrgetter("tensors"), attrgetter("nbytes")
 
 
@@ -84,8 +87,17 @@ class WeightReceiver:
             it.
         select, rename, cast: as in the updater, on the names that arrive; ``cast="target"`` takes what the policy has.
         inline: apply within the trainer's ``push``, for policies in its own thread (backends that claim it).
-        stream: apply bucket by bucket, in bounded memory and not atomically. Not built yet: refused.
+        stream: apply bucket by bucket, in bounded memory (backends that claim it): *not* all or nothing. Names, shapes
+            and dtypes are checked before the first byte. Where it fails halfway the policy is a mixture: ``pull``
+            raises, :attr:`ready` is false, :attr:`version` 0, and a Module raises when it is called, until the next
+            full version is applied. A function is handed the tensors of one bucket after the other; ``on_applied`` is
+            called once, at the end.
+        group: with ``stream``, a function of a tensor's name: tensors for which it returns the same (and not ``None``)
+            are applied together, such as a weight and its scale, or the parts of what the worker fuses.
         observers: names of installed observer plugins, or plugin objects.
+        guard: a context manager that can be entered again and again, such as a lock: it is held from the commit of each
+            version to the end of the ``on_applied`` hooks, so that whoever acts under it acts with one version. What
+            raises on entering, ``pull`` raises: nothing was touched, and the next pull is given the version again.
         timeout: seconds that every wait of this object takes at most, unless told otherwise.
 
     A receiver belongs to the first thread that pulls. The constructor does not wait for the trainer.
@@ -103,7 +115,9 @@ class WeightReceiver:
         cast: Cast = None,
         inline: bool = False,
         stream: bool = False,
+        group: Group | None = None,
         observers: Sequence[Any] = (),
+        guard: AbstractContextManager[Any] | None = None,
         timeout: float = 60.0,
     ) -> None:
         if apply not in ("copy", "alias"):
@@ -113,8 +127,15 @@ class WeightReceiver:
         for asked, capability in ((apply == "alias", "alias"), (inline, "inline"), (stream, "stream")):
             if asked:
                 require(backend, capability)
-        if stream:
-            raise CapabilityError("stream=True: this version of the core does not apply bucket by bucket yet")
+        if stream and (apply == "alias" or inline or weights is None):
+            raise ValueError(
+                "stream=True copies into weights that are there, within pull(): it takes weights, and neither "
+                "apply='alias' nor inline=True"
+            )
+        if group is not None and not stream:
+            raise ValueError("group says what is applied together of a version that comes in pieces: add stream=True")
+        if inline and guard is not None:
+            raise ValueError("inline=True applies within the trainer's push, which waits for no guard")
         self.endpoint = str(parsed)
         self.worker = _checked_name(worker) or f"{socket.gethostname()}-{os.getpid()}-{next(_counter)}"
         self.timeout = bounded(timeout)
@@ -123,10 +144,16 @@ class WeightReceiver:
         self._target = make_target(weights, select=select, rename=rename, cast=cast, apply=apply)
         self._observers = Observers(observers)
         self._hooks: list[Callable[[int], object]] = []
+        self._guard: AbstractContextManager[Any] = _UNGUARDED if guard is None else guard
         self._state = _State()
         self._views: weakref.WeakKeyDictionary[Any, tuple[Layout, list[Tensor]]] = weakref.WeakKeyDictionary()
         self._inline = inline
+        self._stream = stream
+        self._group = group
+        self._plan: StreamPlan | None = None
+        self._seal = _Seal(weights)
         self._thread: int | None = None  # the one that pulls
+        self._idle = 0  # the same, while it is not within a pull
         self._met = False  # whether the trainer was ever there
         self._closed = self._over = False
         # A target that keeps what it is handed needs memory that lives on: the backend's, or else copies of its own.
@@ -139,6 +166,7 @@ class WeightReceiver:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 needs=self._target.needs(),
+                notes={"stream": "applies bucket by bucket, not all or nothing"} if stream else {},
             ),
             have=_weakly(self._have, Have()),
             apply="alias" if lasting and not self._private else "copy",
@@ -201,6 +229,11 @@ class WeightReceiver:
         self._hooks.append(hook)
         return hook
 
+    def hand_over(self) -> None:
+        """Let the thread that pulls next be the one that this receiver belongs to: for callers who see to it themselves
+        that never two of them use it at once."""
+        self._thread, self._idle = None, 0
+
     # -- pull --------------------------------------------------------------------------------------------------------
 
     def pull(self, timeout: float | None = None) -> int | None:
@@ -217,19 +250,24 @@ class WeightReceiver:
             WaitTimeout: a waiting pull got no first version. UpdaterLostError: nor did it, and the trainer is gone.
             ClosedError: a pull with a timeout, and no more will come. EndpointInUseError: another worker has this name.
         """
-        if self._thread != threading.get_ident() or not self._origin.here:
+        me = threading.get_ident()
+        if self._idle != me or not self._origin.here:
             self._claim()
-        state = self._state
-        if state.owed is not None:
-            self._pay(state.owed)
-        if timeout is None and not (state.ready or self._inline):
-            return self._wait_for_news(self.timeout, closed_is_news=True)
-        if timeout:
-            return self._wait_for_news(bounded(timeout))
-        if self._closed:
-            return None
-        first = self._receiver.poll(state.have, None)
-        return None if first is None else self._take(first)
+        try:
+            self._idle = 0
+            state = self._state
+            if state.owed is not None:
+                self._pay(state.owed)
+            if timeout is None and not (state.ready or self._inline):
+                return self._wait_for_news(self.timeout, closed_is_news=True)
+            if timeout:
+                return self._wait_for_news(bounded(timeout))
+            if self._closed:
+                return None
+            first = self._receiver.poll(state.have, None)
+            return None if first is None else self._take(first)
+        finally:
+            self._idle = me
 
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Pull until at least version number ``version`` is applied; the number that is. Raises as a waiting pull
@@ -290,6 +328,8 @@ class WeightReceiver:
         self._met = True
         chain = [first]
         try:
+            if self._stream:
+                return self._pour(first)
             self._complete(chain)
             return self._apply(chain) if chain else None
         finally:
@@ -315,48 +355,119 @@ class WeightReceiver:
     def _apply(self, chain: list[Delivery]) -> int:
         prepared: list[Prepared] = []
         try:
-            event = self._change(chain, prepared)
-            self._after(event)
+            event = self._verify_all(chain, prepared)
+            begun = time.perf_counter()
+            with self._guard:
+                if self._guard is not _UNGUARDED:
+                    event.seconds["wait"] = time.perf_counter() - begun
+                self._commit(event, chain[-1].header, prepared)
+                failed = self._call_hooks(event)
+            self._after(event, failed)
         finally:  # last: to give large old tensors back takes a while, for which the trainer need not wait
             for done in prepared:
                 done.done()
         return event.stamp.number
 
-    def _change(self, chain: list[Delivery], prepared: list[Prepared]) -> Applied:
-        """Verify, prepare and commit; raises what ``pull`` raises where the version is not taken."""
-        header = chain[-1].header
-        seconds: dict[str, float] = {}
-        phase, begun = "verify", time.perf_counter()
+    def _pour(self, delivery: Delivery) -> int | None:
+        """Apply a version as its bytes come. From the first of them on the policy is a mixture, until the last."""
+        header, old = delivery.header, self._state
+        begun = time.perf_counter()
+        try:
+            base = self._check_header(header, old.have.base)
+            layout = self._target.admit(header)
+            if self._plan is None or self._plan.layout != layout:
+                self._plan = StreamPlan(layout, self._group)
+        except Exception as exc:
+            raise self._refuse(header.stamp, "verify", exc, ruined=False) from exc
+        verified, touched = time.perf_counter(), False
+        try:
+            with self._guard:
+                touched = True
+                self._state = _State(Have(old.have.stamp, None, None), metadata=old.metadata)
+                poured = pour(header, delivery.buckets(), self._target, self._plan)
+                event = Applied(
+                    worker=self.worker,
+                    incarnation=self._incarnation,
+                    stamp=header.stamp,
+                    digest=header.digest.hex(),
+                    tensors=poured.tensors,
+                    nbytes=poured.nbytes,
+                    seconds={"verify": verified - begun, "commit": time.perf_counter() - verified},
+                )
+                self._state = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
+                self._seal.open()
+                failed = self._call_hooks(event)
+        except BaseException as exc:
+            if touched:
+                self._spoil(header, exc)
+            if touched and isinstance(exc, UpdaterLostError):  # the trainer may come again, and so may the version
+                return None
+            if touched and isinstance(exc, Exception):
+                known = isinstance(exc, WeightwireError)
+                error = ApplyError(str(exc), tensor=getattr(exc, "tensor", None)) if known else exc
+                raise self._refuse(header.stamp, "commit", error, ruined=True) from exc
+            raise
+        self._after(event, failed)
+        return event.stamp.number
+
+    def _spoil(self, header: Header, exc: BaseException) -> None:
+        text = (
+            f"the policy of worker {self.worker!r} is a mixture: version {header.stamp.number} ended halfway "
+            f"({type(exc).__name__}: {exc}); it is unusable until the next full version is applied"
+        )
+        logger.warning("%s", text)
+        self._seal.close(text)
+
+    def _verify_all(self, chain: list[Delivery], prepared: list[Prepared]) -> Applied:
+        """Verify and prepare; what will be told of the version. Raises what ``pull`` raises where it is not taken."""
+        header, begun = chain[-1].header, time.perf_counter()
         try:
             base = self._state.have.base
             for delivery in chain:
                 base = self._verify(delivery, base)
                 prepared.append(self._prepare(delivery))
-            phase, seconds["verify"], begun = "commit", time.perf_counter() - begun, time.perf_counter()
-            seconds["commit"] = 0.0  # told with the version, so it must be there before it is known
-            event = Applied(
+            return Applied(
                 worker=self.worker,
                 incarnation=self._incarnation,
                 stamp=header.stamp,
                 digest=header.digest.hex(),
                 tensors=sum(map(_TENSORS, prepared)),
                 nbytes=sum(map(_NBYTES, prepared)),
-                seconds=seconds,
+                seconds={"verify": time.perf_counter() - begun},
             )
-            state = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
-            commit(prepared, then=partial(setattr, self, "_state", state))
-            seconds["commit"] = time.perf_counter() - begun
         except Exception as exc:
-            raise self._refuse(header.stamp, phase, exc, ruined=any(done.ruined for done in prepared)) from exc
+            raise self._refuse(header.stamp, "verify", exc, ruined=False) from exc
+
+    def _commit(self, event: Applied, header: Header, prepared: list[Prepared]) -> None:
+        """The moment at which the policy changes; raises what ``pull`` raises where it does not."""
+        begun = time.perf_counter()
+        event.seconds["commit"] = 0.0  # told with the version, so it must be there before it is known
+        have = Have(header.stamp, header.base or header.stamp, header.stamp)
+        state = _State(have, True, header.metadata, event)
+        try:
+            commit(prepared, then=partial(setattr, self, "_state", state))
+            event.seconds["commit"] = time.perf_counter() - begun
+        except Exception as exc:
+            raise self._refuse(header.stamp, "commit", exc, ruined=any(done.ruined for done in prepared)) from exc
         except BaseException as exc:  # Ctrl-C: nothing was taken, unless it hit a callable target
             if any(done.ruined for done in prepared):
-                self._refuse(header.stamp, phase, RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
+                self._refuse(header.stamp, "commit", RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
             raise
-        return event
 
     def _verify(self, delivery: Delivery, base: Version | None) -> Version:
         """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
         header = delivery.header
+        base = self._check_header(header, base)
+        if header.digest:
+            found = digest_of(delivery.tensors())
+            if found != header.digest:
+                raise DigestError(
+                    f"the bytes of version {header.stamp.number} have digest {found.hex()}, but the trainer sent "
+                    f"{header.digest.hex()}"
+                )
+        return base
+
+    def _check_header(self, header: Header, base: Version | None) -> Version:
         if header.encoding != "plain":
             raise WireError(
                 f"version {header.stamp.number} is encoded as {header.encoding!r}; this worker knows only 'plain'"
@@ -366,13 +477,6 @@ class WeightReceiver:
                 f"version {header.stamp.number} is a subset on full version {header.base.number}, which this worker "
                 "does not have: push a full one"
             )
-        if header.digest:
-            found = digest_of(delivery.tensors())
-            if found != header.digest:
-                raise DigestError(
-                    f"the bytes of version {header.stamp.number} have digest {found.hex()}, but the trainer sent "
-                    f"{header.digest.hex()}"
-                )
         return header.base or header.stamp
 
     def _prepare(self, delivery: Delivery) -> Prepared:
@@ -388,20 +492,21 @@ class WeightReceiver:
             views = known[1]
         return self._target.prepare(delivery.header, views, writable=delivery.writable)
 
-    def _after(self, event: Applied) -> None:
-        """Hooks, report, observers: the version is applied, whatever happens here."""
-        if not self._hooks:
-            self._pay(event)
-            self._observe(event.stamp, "applied", event, "", "")
-            return
-        begun = time.perf_counter()
+    def _call_hooks(self, event: Applied) -> list[tuple[str, Exception]]:
+        """Those that failed, and how."""
         failed: list[tuple[str, Exception]] = []
-        for hook in self._hooks:
-            try:
-                hook(event.stamp.number)
-            except Exception as exc:
-                failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
-        event.seconds["after-hooks"] = time.perf_counter() - begun
+        if self._hooks:
+            begun = time.perf_counter()
+            for hook in self._hooks:
+                try:
+                    hook(event.stamp.number)
+                except Exception as exc:
+                    failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
+            event.seconds["after-hooks"] = time.perf_counter() - begun
+        return failed
+
+    def _after(self, event: Applied, failed: list[tuple[str, Exception]]) -> None:
+        """Report, observers: the version is applied, whatever happens here."""
         error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
         if error:
             event = msgspec.structs.replace(event, error=error)
@@ -502,12 +607,42 @@ class WeightReceiver:
 
     def _claim(self) -> None:
         self._origin.check()
-        if self._thread is not None:
+        me = threading.get_ident()
+        if self._thread == me and not self._idle:
+            raise RuntimeError(
+                f"{self._origin.what} is in the middle of a pull of this thread; one (in a hook, say, or a signal "
+                "handler) cannot be within another"
+            )
+        if self._thread not in (None, me):
             raise RuntimeError(
                 f"{self._origin.what} belongs to thread {self._thread}, which pulled first; this is thread "
-                f"{threading.get_ident()}. Make a receiver for each thread, or share one through weightwire.collectors."
+                f"{me}. Make a receiver for each thread, or share one through weightwire.collectors."
             )
-        self._thread = threading.get_ident()
+        self._thread = self._idle = me
+
+
+class _Seal:
+    """Keeps a Module that is a mixture of two versions from being called."""
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+        self._handle: Any = None
+
+    def close(self, text: str) -> None:
+        import torch
+
+        self.open()
+        if isinstance(self._weights, torch.nn.Module):
+
+            def refuse(*_: Any) -> None:
+                raise ApplyError(text, phase="commit")
+
+            self._handle = self._weights.register_forward_pre_hook(refuse)
+
+    def open(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
 
 
 def _weakly(method: Any, gone: T) -> Callable[..., T]:

@@ -11,11 +11,13 @@ import contextlib
 import difflib
 import importlib
 import logging
+import os
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from weightwire.errors import (
     AmbiguousBackendError,
@@ -40,9 +42,11 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS",
     "OBSERVERS",
+    "OLD_APIS",
     "SUPPORTED_APIS",
     "Backend",
     "BackendRecord",
+    "OldApi",
     "available",
     "discover",
     "find",
@@ -57,8 +61,23 @@ log = logging.getLogger(__name__)
 BACKENDS = "weightwire.backends"
 OBSERVERS = "weightwire.observers"
 
-SUPPORTED_APIS = (1,)
-"""API numbers that this core speaks, newest first. An old one stays, with a warning in ``_check_api``, till dropped."""
+SUPPORTED_APIS: tuple[int, ...] = (1,)
+"""API numbers that this core speaks, newest first. A plugin is spoken to in the newest one that it knows too."""
+
+
+class OldApi(NamedTuple):
+    """How an older API number is still spoken, until a release drops it.
+
+    ``sender`` and ``receiver`` make what the core calls today out of what the plugin's hooks give.
+    """
+
+    until: str  # the release of weightwire that no longer speaks it
+    sender: Callable[[Any], Any]
+    receiver: Callable[[Any], Any]
+
+
+OLD_APIS: dict[int, OldApi] = {}
+"""One for each number in :data:`SUPPORTED_APIS` but the first."""
 
 _OURS = ("vanilla", "ipc", "ray", "nccl")  # only to say what to install; the core treats no name in a special way
 _PICKLES = ("none", "engine", "own")
@@ -193,7 +212,17 @@ def find(endpoint: Endpoint, group: str = BACKENDS) -> BackendRecord:
         raise UnknownBackendError(
             f"distribution {wanted!r} offers no {kind} {endpoint.backend!r}; it is offered by {_sources(named)}."
         )
+    if not records:
+        _check_sight(kind, endpoint.backend)
     raise UnknownBackendError(_unknown(kind, endpoint.backend, records))
+
+
+def _check_sight(kind: str, name: str) -> None:
+    """Raise where nothing can be opened: folders that cannot be read look empty to ``importlib.metadata``."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as exc:
+        raise BackendLoadError(f"{kind} {name!r} cannot be looked for, as no file can be opened: {exc}") from exc
 
 
 def _sources(records: Iterable[BackendRecord]) -> str:
@@ -360,17 +389,35 @@ def _described(manager: pluggy.PluginManager, record: BackendRecord) -> BackendI
         raise InvalidBackendError(
             f"{record}: weightwire_backend gave an object of type {type(info).__name__}, not a BackendInfo."
         )
-    _check_api(info.api, record)
+    _agreed(info, record)
     return info
 
 
-def _check_api(api: object, record: BackendRecord) -> None:
-    if api in SUPPORTED_APIS:
-        return
+def _agreed(info: BackendInfo, record: BackendRecord) -> int:
+    """The newest API number that the plugin and this core both speak.
+
+    Raises:
+        IncompatibleBackendError: there is none; says whether the plugin or weightwire is too old.
+    """
+    theirs: Any = info.api  # a plugin's, not yet what the annotation says
+    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+    for number in SUPPORTED_APIS:
+        if number in theirs:
+            return number
     mine = f"this Weightwire speaks {', '.join(map(str, SUPPORTED_APIS))}"
-    newer = isinstance(api, int) and api > SUPPORTED_APIS[0]
+    written = " and ".join(map(repr, theirs)) or "no number"
+    newer = any(isinstance(number, int) and number > SUPPORTED_APIS[0] for number in theirs)
     todo = "Upgrade it: pip install --upgrade weightwire" if newer else f"Upgrade the plugin: {record.source}"
-    raise IncompatibleBackendError(f"{record} was written for API {api!r} of the hook spec; {mine}. {todo}")
+    raise IncompatibleBackendError(f"{record} was written for API {written} of the hook spec; {mine}. {todo}")
+
+
+def _warn_of_old(number: int, record: BackendRecord) -> None:
+    warnings.warn(
+        f"{record} was written for API {number} of the hook spec, which Weightwire {OLD_APIS[number].until} no longer "
+        f"speaks; this one speaks {SUPPORTED_APIS[0]} too. Upgrade the plugin, or ask its authors to",
+        DeprecationWarning,
+        stacklevel=4,
+    )
 
 
 def _check_info(info: BackendInfo, record: BackendRecord) -> None:
@@ -406,11 +453,17 @@ def _call(manager: pluggy.PluginManager, record: BackendRecord, hook: str, **arg
 
 
 class Backend:
-    """A checked backend. Its hooks' answers are checked too, so that a caller can rely on the types."""
+    """A checked backend. Its hooks' answers are checked too, so that a caller can rely on the types.
+
+    Attributes:
+        api: the API number that it is spoken to in.
+    """
 
     def __init__(self, manager: pluggy.PluginManager, record: BackendRecord, info: BackendInfo) -> None:
         self.info = info
         self.record = record
+        self.api = _agreed(info, record)
+        self._old = None if self.api == SUPPORTED_APIS[0] else OLD_APIS[self.api]
         self._manager = manager
 
     @property
@@ -437,6 +490,7 @@ class Backend:
 
         hook = "weightwire_make_sender"
         made = _call(self._manager, self.record, hook, endpoint=endpoint, options=options, context=context)
+        made = made if self._old is None else self._old.sender(made)
         sender: Sender = self._checked(hook, made, Sender)
         place, epoch = getattr(sender, "endpoint", None), getattr(sender, "epoch", None)
         if isinstance(place, str) and isinstance(epoch, int) and epoch >= context.epoch:
@@ -454,6 +508,7 @@ class Backend:
 
         hook = "weightwire_make_receiver"
         made = _call(self._manager, self.record, hook, endpoint=endpoint, options=options, context=context)
+        made = made if self._old is None else self._old.receiver(made)
         receiver: Receiver = self._checked(hook, made, Receiver)
         return receiver
 
@@ -479,7 +534,10 @@ def open_backend(endpoint: Endpoint) -> Backend:
             f"{record} loads pickles of its own, which lets whoever can write to it run code in your processes. "
             "If you trust them all, say so in the endpoint: allow_pickle=true"
         )
-    return Backend(manager, record, info)
+    backend = Backend(manager, record, info)
+    if backend.api != SUPPORTED_APIS[0]:
+        _warn_of_old(backend.api, record)
+    return backend
 
 
 def require(backend: Backend, capability: str) -> None:

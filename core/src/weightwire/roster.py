@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weightwire.errors import ApplyError, PushError, RefusedError, WaitTimeout, WorkerLostError
 from weightwire.report import Receipt
-from weightwire.transport import Applied, Event, Have, Joined, Left, Lost, Refused, Staged, Version
+from weightwire.transport import Applied, Event, Have, Joined, Left, Lost, Noted, Refused, Staged, Version
 
 __all__ = ["Failure", "Roster", "WorkerInfo"]
 
@@ -111,6 +111,9 @@ class Roster:
             return
         if isinstance(event, Staged):  # said by the backend, or by a thread of the worker's that needs no policy
             worker.staged = max(worker.staged or event.stamp, event.stamp)
+            return
+        if isinstance(event, Noted):
+            worker.notes = {**worker.notes, **event.notes}
             return
         worker.stuck = False
         if isinstance(event, Applied):

@@ -49,6 +49,7 @@ __all__ = [
     "Joined",
     "Left",
     "Lost",
+    "Noted",
     "Offer",
     "Receiver",
     "ReceiverContext",
@@ -201,7 +202,14 @@ class Left(_Event, frozen=True, kw_only=True):
     """The worker said goodbye."""
 
 
-Event = Union[Joined, Staged, Applied, Refused, Lost, Left]
+class Noted(_Event, frozen=True, kw_only=True):
+    """What the backend has found out of a worker since it joined, such as why it fell back to another path: it stands
+    in ``updater.workers[...].notes``, beside the notes of other keys."""
+
+    notes: dict[str, str]
+
+
+Event = Union[Joined, Staged, Applied, Refused, Lost, Left, Noted]
 
 
 # -- which version a worker is to be given ---------------------------------------------------------------------------
@@ -273,6 +281,10 @@ def _with(pair: tuple[OfferT | None, OfferT | None], item: OfferT) -> tuple[Offe
 # -- deliveries ------------------------------------------------------------------------------------------------------
 
 
+BUCKET = 32 * 2**20
+"""Bytes of a bucket of a delivery that is in reach as a whole."""
+
+
 class Delivery:
     """One whole version in a worker's reach, in memory that the backend vouches for until it is released.
 
@@ -327,8 +339,16 @@ class Delivery:
 
     def buckets(self) -> Iterator[tuple[int, Tensor]]:
         """For ``stream=True``: ``(start byte, flat uint8 tensor)`` in ascending order, each valid until the next is
-        asked for."""
-        raise NotImplementedError
+        asked for. Here, of a delivery that is in reach as a whole; a backend whose bytes come in one by one has its
+        own, and raises :class:`~weightwire.UpdaterLostError` where they end too early."""
+        if self._buffer is not None:
+            for start in range(0, self.header.layout.nbytes, BUCKET):
+                yield start, self._buffer[start : min(start + BUCKET, self.header.layout.nbytes)]
+            return
+        layout = self.header.layout
+        for number, block in enumerate(self.tensors()):
+            for first in range(0, layout.sizes[number], BUCKET):
+                yield layout.starts[number] + first, block[first : min(first + BUCKET, layout.sizes[number])]
 
     def release(self) -> None:
         """Give the memory back. Idempotent; may be called from any thread."""
@@ -345,6 +365,7 @@ class SenderContext:
     """What the core tells a backend that opens a sender."""
 
     epoch: int  # floor: use it, or one more than the newest epoch found at the place where that is higher
+    digest: str = "auto"  # what the user asked for
     deadline: Deadline
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("weightwire"))
 
@@ -386,6 +407,8 @@ class Sender(ABC):
         endpoint: complete, usable by a worker anywhere the backend reaches, and without secrets.
         epoch: at least ``context.epoch``, and newer than any epoch that was found at the place. After a clock was set
             back, a payload may carry a newer one.
+        digests: with ``digest="auto"``, this backend sees to it by itself that a delivery has a digest where its bytes
+            have left the trainer's host, so that the payload need not have one.
 
     The hook that makes it raises :class:`~weightwire.EndpointInUseError` where another live updater has the place.
     ``stage`` is called by one thread at a time, and ``events`` too, but both may run at once; ``close`` comes after the
@@ -395,6 +418,7 @@ class Sender(ABC):
 
     endpoint: str
     epoch: int
+    digests: bool = False
 
     @abstractmethod
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:

@@ -7,12 +7,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial as bind  # `partial` is a word of push()
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from weightwire import wire
+from weightwire import status, wire
 from weightwire.endpoint import Endpoint, options_for, parse
 from weightwire.errors import (
     ClosedError,
@@ -26,6 +27,7 @@ from weightwire.errors import (
 from weightwire.forks import Origin
 from weightwire.ground import Ground
 from weightwire.observers import Observers
+from weightwire.ranks import Follower, Outcome, Ranks
 from weightwire.registry import open_backend, require
 from weightwire.report import PushReport, Receipt
 from weightwire.roster import Failure, Roster, WorkerInfo
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from weightwire.transport import Event, Sender
     from weightwire.weights.layout import Layout
     from weightwire.weights.names import Cast, Rename, Select
+    from weightwire.weights.source import State
 
 __all__ = ["WeightUpdater"]
 
@@ -64,6 +67,10 @@ class WeightUpdater:
             backend leaves the host; ``"off"``.
         timeout: seconds that every wait of this object takes at most, unless told otherwise.
 
+    Where ``weights`` are sharded over ranks (DTensors: FSDP2, tensor parallelism), every rank makes the updater and
+    calls ``push``, ``wait`` and ``wait_for_workers`` alike. The first rank sends; tensors are gathered one by one as
+    they are sent; all ranks return the same report or raise the same error. ``workers`` is empty on the others.
+
     Raises:
         EndpointError, UnknownBackendError and the other registry errors; EndpointInUseError where another live updater
         has the place. The constructor waits for no worker.
@@ -87,16 +94,19 @@ class WeightUpdater:
         if not isinstance(start_version, int) or not 0 <= start_version < 2**53:  # type: ignore[redundant-expr]
             raise ValueError(f"start_version is {start_version!r}; it is the number of the last version, 0 for none")
         parsed = parse(endpoint)
-        self._source = Source(weights, select=select, rename=rename, cast=cast)
+        self.timeout = bounded(timeout)
+        self._ranks = Ranks.of(weights, self.timeout)
+        self._source = Source(weights, select=select, rename=rename, cast=cast, sharded=self._ranks is not None)
         self._backend = open_backend(parsed)
         self._observers = Observers(observers)
-        self._digest = digest == "on" or (digest == "auto" and "hosts" in self._backend.info.capabilities)
-        self.timeout = bounded(timeout)
-        self._sender: Sender = self._backend.make_sender(
-            parsed,
-            options_for(parsed, self._backend.info),
-            SenderContext(epoch=int(time.time() * 1000), deadline=Deadline.after(self.timeout), logger=logger),
+        context = SenderContext(
+            epoch=int(time.time() * 1000), digest=digest, deadline=Deadline.after(self.timeout), logger=logger
         )
+        options = options_for(parsed, self._backend.info)
+        make = bind(self._backend.make_sender, parsed, options, context)
+        self._sender: Sender = make() if self._ranks is None else self._ranks.open(make)
+        away = "hosts" in self._backend.info.capabilities and not self._sender.digests
+        self._digest = digest == "on" or (digest == "auto" and away)
         self._origin = Origin(f"The updater of {self._sender.endpoint}")
         self._newest = Version(self._sender.epoch, start_version)  # the last number that was used up
         self._epochs = [
@@ -116,6 +126,9 @@ class WeightUpdater:
         self._closed = False
         self._over = False
         self._finalizer = weakref.finalize(self, _abandon, self._sender, self._origin)
+        self._pulse = status.Pulse()
+        if not isinstance(self._sender, Follower):  # of a sharded trainer's ranks, the first speaks for all
+            status.announce(self)
 
     # -- what can be read --------------------------------------------------------------------------------------------
 
@@ -152,6 +165,8 @@ class WeightUpdater:
         wait: str = "staged",
         workers: Iterable[str] | None = None,
         partial: bool = False,
+        select: Select = None,
+        merge: bool = False,
         timeout: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         on_lost: str = "raise",
@@ -165,6 +180,9 @@ class WeightUpdater:
                 ``"applied"`` (every worker acts with it).
             workers: names of those who get it; ``None``: all, and whoever joins later.
             partial: only some names, on top of the last full version.
+            select: of what the updater selects, only this: ``push(select="*lora_*", partial=True)`` sends adapters.
+            merge: add LoRA adapters to the weights, and send what ``merge_and_unload`` would leave, under its names;
+                your tensors are left alone, and merged ones are made one by one.
             timeout: seconds, in all.
             metadata: plain JSON data that travels along; ``receiver.metadata`` there.
             on_lost: ``"raise"`` a lost worker as :class:`~weightwire.WorkerLostError`, or ``"drop"`` it with a line in
@@ -180,6 +198,24 @@ class WeightUpdater:
                 again.
             StorageFullError, UnknownWorkerError, CapabilityError, ClosedError, StaleUpdaterError.
         """
+        push = bind(self._push, weights, wait, workers, partial, timeout, metadata, on_lost, allow_empty, select, merge)
+        if self._ranks is None:
+            return push()
+        return self._together("push", timeout, push, bind(self._source.extract, weights, select=select, merge=merge))
+
+    def _push(
+        self,
+        weights: Any,
+        wait: str,
+        workers: Iterable[str] | None,
+        partial: bool,
+        timeout: float | None,
+        metadata: Mapping[str, Any] | None,
+        on_lost: str,
+        allow_empty: bool,
+        select: Select,
+        merge: bool,
+    ) -> PushReport:
         self._check()
         _one_of("wait", wait, ("none", "staged", "applied"))
         _one_of("on_lost", on_lost, ("raise", "drop"))
@@ -195,7 +231,9 @@ class WeightUpdater:
                 self._need_somebody("push(wait='applied')")
             if self._observers:
                 self._observers.before_push(endpoint=self.endpoint, version=self.version + 1, workers=to)
-            payload, refusing = self._encode(weights, to, partial, meta)
+            begun = time.perf_counter()
+            state = self._source.extract(weights, select=select, merge=merge)
+            payload, refusing = self._encode(state, to, partial, meta, begun)
             names = self._stage(payload, to, refusing, deadline)
             return self._settle(payload, names, wait, deadline, on_lost)
         finally:
@@ -203,12 +241,31 @@ class WeightUpdater:
             if self._closed:  # by a hook, a signal handler or another thread, which did not wait for us
                 self._shut(None)
 
+    def _together(
+        self, kind: str, timeout: float | None, lead: Callable[[], PushReport], state: Callable[[], State] | None = None
+    ) -> PushReport:
+        """What every rank of a sharded trainer calls alike: the first does it, all have its report or its error."""
+        assert self._ranks is not None
+        self._check()
+
+        def outcome() -> Outcome:
+            report = lead()
+            return Outcome(version=self.version, run=self.run, report=report)
+
+        seconds = bounded(timeout, self.timeout)
+        found = self._ranks.together(kind, seconds, outcome, lambda: self._newest, state, self._learn)
+        assert found.report is not None
+        return found.report
+
+    def _learn(self, newest: Version) -> None:
+        """On the ranks that follow."""
+        self._newest = newest
+
     def _encode(
-        self, weights: Any, to: frozenset[str] | None, partial: bool, metadata: bytes
+        self, state: State, to: frozenset[str] | None, partial: bool, metadata: bytes, begun: float
     ) -> tuple[Payload, dict[str, str]]:
-        """Extract, encode, preflight: everything that can be refused before a byte moves. Also, who will refuse it."""
-        begun = time.perf_counter()
-        state = self._source.extract(weights)
+        """Encode, preflight: what else can be refused before a byte moves. Also, who will refuse it. The extracting
+        began at ``begun``."""
         extracted = time.perf_counter()
         with self._books:
             if self._floor > self._newest.epoch:
@@ -218,7 +275,8 @@ class WeightUpdater:
             base = self._ground.base_for(state.layout, to) if partial else None
             stamp = Version(self._newest.epoch, self._newest.number + 1)
             refusing = self._preflight(state.layout, stamp, to, partial)
-        payload = Payload(state, stamp=stamp, base=base, metadata=metadata, digest=self._digest)
+        gather = None if self._ranks is None else self._ranks.gather
+        payload = Payload(state, stamp=stamp, base=base, metadata=metadata, digest=self._digest, gather=gather)
         payload.seconds.update(extract=extracted - begun, encode=time.perf_counter() - extracted)
         return payload, refusing
 
@@ -284,6 +342,7 @@ class WeightUpdater:
         payload.seconds["wait"] = time.perf_counter() - begun
         self._size = (payload.stamp.number, len(payload.layout.entries), sum(payload.layout.sizes))
         report, failures = self._report(names, payload.stamp, dict(payload.seconds))
+        self._pulse.pushed(report)
         if self._observers:
             self._observers.after_push(endpoint=self.endpoint, report=report)
         if failures:
@@ -326,6 +385,13 @@ class WeightUpdater:
 
         Raises what :meth:`push` raises of workers; ``ValueError`` for a version that this updater has not pushed.
         """
+        if self._ranks is None:
+            return self._wait_until(version, state, workers, timeout, on_lost)
+        return self._together("wait", timeout, bind(self._wait_until, version, state, workers, timeout, on_lost))
+
+    def _wait_until(
+        self, version: int | None, state: str, workers: Iterable[str] | None, timeout: float | None, on_lost: str
+    ) -> PushReport:
         self._check()
         _one_of("state", state, ("staged", "applied"))
         _one_of("on_lost", on_lost, ("raise", "drop"))
@@ -345,6 +411,17 @@ class WeightUpdater:
 
     def wait_for_workers(self, count: int, timeout: float | None = None) -> list[str]:
         """Wait until at least ``count`` workers have joined; their names. Raises :class:`~weightwire.WaitTimeout`."""
+        if self._ranks is None:
+            return self._await_workers(count, timeout)
+        lead = bind(self._await_workers, count, timeout)
+        return self._ranks.together(
+            "wait_for_workers",
+            bounded(timeout, self.timeout),
+            lambda: Outcome(version=self.version, run=self.run, names=lead()),
+            lambda: self._newest,
+        ).names
+
+    def _await_workers(self, count: int, timeout: float | None) -> list[str]:
         self._check()
         seconds = bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
@@ -393,6 +470,9 @@ class WeightUpdater:
         mine: list[bool] = []
         try:
             mine.extend(map(self._ear.acquire, (False,)))
+            if not mine[0]:
+                with self._books:  # if it was a glance that had the ear, it has not any more
+                    mine[:] = map(self._ear.acquire, (False,))
             if mine[0]:
                 self._heard.extend(chain.from_iterable(map(self._sender.events, (deadline,))))
                 if self._heard:
@@ -403,6 +483,19 @@ class WeightUpdater:
         finally:
             if mine and mine[0]:
                 self._ear.release()
+
+    def _glance(self) -> tuple[list[WorkerInfo], list[Event], set[int], bool]:
+        """For the status, from its thread: the workers as they are booked, what was heard and is not booked yet, our
+        epochs, and whether a push is going on. Observers hear of it in the thread that pushes next."""
+        with self._books:
+            if not self._closed and self._ear.acquire(False):
+                try:
+                    with suppress(Exception):  # the next listener meets it, too
+                        self._heard.extend(self._sender.events(NOW))
+                finally:
+                    self._ear.release()
+            infos = [dataclasses.replace(info) for info in self._roster.workers.values()]
+            return infos, list(self._heard), set(self._roster.epochs), self._turn.busy
 
     def _book(self) -> None:
         """Take what was heard into the roster, and tell the observers."""
@@ -425,6 +518,8 @@ class WeightUpdater:
             self._observers.worker_joined(endpoint=self.endpoint, worker=event.worker, host=event.host, pid=event.pid)
         elif isinstance(event, (Lost, Left)):
             reason = event.reason if isinstance(event, Lost) else ""
+            if isinstance(event, Lost):
+                self._pulse.lose(event)
             self._observers.worker_lost(endpoint=self.endpoint, worker=event.worker, reason=reason)
 
     def _stamp_of(self, number: int) -> Version:
@@ -481,6 +576,7 @@ class WeightUpdater:
             return []
         with self._turn.taken(deadline):
             if not self._over:
+                status.withdraw(self)
                 with suppress(ClosedError):
                     self._listen(NOW)
                 self._sender.close(deadline)
@@ -520,6 +616,10 @@ class _Turn:
     @property
     def mine(self) -> bool:
         return threading.get_ident() in self._inside
+
+    @property
+    def busy(self) -> bool:
+        return self._lock.locked()
 
     def take(self, got: list[bool], deadline: Deadline) -> None:
         """Wait for the turn; ``give(got)`` ends it, whether this has returned, raised or was interrupted."""
@@ -582,6 +682,7 @@ def _abandon(sender: Sender, origin: Origin) -> None:
             sender.close(Deadline.after(2.0))
         except Exception:
             logger.debug("closing %s failed", sender.endpoint, exc_info=True)
+        status.withdraw()
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from weightwire.endpoint import parse
+from weightwire.testing.rig import gather
 from weightwire.transport import Deadline, Have, Joined, ReceiverContext, SenderContext, Version
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
@@ -95,15 +96,6 @@ def bench(private: Path) -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def gather() -> Callable[..., list[Any]]:
-    """Collect events until one fits, for five seconds at most."""
-
-    def gather(sender: IpcSender, fits: Callable[[Any], bool]) -> list[Any]:
-        deadline, found = Deadline.after(5), []
-        while not any(fits(event) for event in found):
-            assert not deadline.expired, f"not among {found}"
-            found += sender.events(deadline)
-        return found
-
+@pytest.fixture(name="gather")
+def _gather() -> Callable[..., list[Any]]:
     return gather

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from weightwire.errors import StorageFullError
 from weightwire_ipc import memory
 from weightwire_ipc.options import IpcOptions
-from weightwire_ipc.slots import Need, Plan, Shape, choose_slot
+from weightwire_ipc.slots import Need, Plan, Shape, Slot, choose_slot
 
 LARGE, SMALL = Need(10 << 20, 1000), Need(1000, 1000)
 
@@ -93,6 +96,21 @@ def test_no_room_is_an_error_with_the_sizes_before_anything_is_written() -> None
         memory.allocate(fd, 1 << 50)
     assert memory.os.fstat(fd).st_size == 0
     memory.os.close(fd)
+
+
+@pytest.mark.parametrize("left", [0, 1])  # the memory has two for a moment
+def test_no_descriptor_left_is_an_error_that_says_so_and_costs_none(left: int) -> None:
+    open_now = os.listdir("/proc/self/fd")
+    lowest = next(n for n in itertools.count() if str(n) not in open_now)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+    try:
+        with pytest.raises(StorageFullError, match=r"none left \(Too many open files\): see ulimit -n"):
+            Slot(1, SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert os.listdir("/proc/self/fd") == open_now
+    Slot(1, SMALL).close()
 
 
 def test_sealed_memory_cannot_be_cut_grown_written_or_mapped_for_writing() -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = ("backends", "doctor", "conformance", "new", "top", "bench", "demo")
 
 USAGE = """\
 usage: weightwire backends [--check [BACKEND...]] [--json]
@@ -21,7 +23,8 @@ For help and all other commands: pip install "weightwire[cli]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (default: the process's) and give its exit status: 0 fine, 1 a check failed, 2 wrong usage."""
+    """Run a command line (default: the process's) and give its exit status: 0 fine, 1 a check failed, 2 wrong usage,
+    130 Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = [argument for argument in arguments[1:] if not argument.startswith("-")]
     flags = set(arguments[1:]).difference(named)

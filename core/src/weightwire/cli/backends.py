@@ -6,8 +6,9 @@ import contextlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from weightwire.cli.text import aligned, printable
 from weightwire.errors import WeightwireError
 from weightwire.registry import BackendRecord, available, find
 
@@ -45,23 +46,11 @@ def _table(records: Sequence[BackendRecord], errors: Sequence[str] | None) -> st
     if errors is not None:
         for row, state in zip(rows, ["CHECK", *("broken" if error else "ok" for error in errors)], strict=True):
             row.insert(3, state)
-    lines = [*_aligned(rows), *map(_printable, filter(None, errors or ()))]
+    lines = [*aligned(rows), *map(printable, filter(None, errors or ()))]
     for name, times in Counter(record.name for record in records).items():
         if times > 1:
             lines.append(f"{name!r} is claimed by {times} distributions: write {name}@DISTRIBUTION to choose.")
     return "\n".join(lines)
-
-
-def _printable(text: str) -> str:
-    # Metadata and errors of plugins are foreign text: nothing in them may steer the terminal or break the table.
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    clean = [list(map(_printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
-    for row in clean:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _json(records: Sequence[BackendRecord], errors: Sequence[str] | None) -> str:

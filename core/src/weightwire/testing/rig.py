@@ -13,9 +13,10 @@ from typing import Any
 from weightwire.errors import WeightwireError
 from weightwire.receiver import WeightReceiver
 from weightwire.testing.workers import LocalWorker, ProcessWorker, Worker
+from weightwire.transport import Deadline, Event, Sender
 from weightwire.updater import WeightUpdater
 
-__all__ = ["Rig", "interrupted", "took"]
+__all__ = ["Rig", "gather", "interrupted", "took"]
 
 TIMEOUT = 10.0
 """Seconds that a wait of an end takes at most, unless a test is about just that."""
@@ -108,6 +109,16 @@ class took:
         self.seconds = time.monotonic() - self._begun
         if kind is None:
             assert self.seconds <= self.at_most, f"took {self.seconds:.2f} s, at most {self.at_most} s are fine"
+
+
+def gather(sender: Sender, fits: Callable[[Event], bool], timeout: float = 5.0) -> list[Event]:
+    """Events of a backend's own end, until one fits."""
+    deadline = Deadline.after(timeout)
+    found: list[Event] = []
+    while not any(fits(event) for event in found):
+        assert not deadline.expired, f"not among {found}"
+        found += sender.events(deadline)
+    return found
 
 
 def interrupted(call: Callable[[], Any], after: float) -> bool:

@@ -10,6 +10,7 @@ from weightwire.testing.suites.hostile import HostileCases
 from weightwire.testing.suites.leaks import LeakCases
 from weightwire.testing.suites.model import ModelCases
 from weightwire.testing.suites.roster import RosterCases
+from weightwire.testing.suites.streaming import StreamCases
 from weightwire.testing.suites.tensors import TensorCases
 
 __all__ = ["BackendSuite"]
@@ -24,6 +25,7 @@ class BackendSuite(
     HostileCases,
     LeakCases,
     CapabilityCases,
+    StreamCases,
     ModelCases,
 ):
     """All cases. A case that needs a capability which the backend does not claim is skipped, with that as the reason.

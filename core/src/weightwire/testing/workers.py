@@ -23,10 +23,15 @@ import psutil
 
 from weightwire.testing.body import Body, Followed, Look, Usage
 
-__all__ = ["LocalWorker", "Pending", "ProcessWorker", "Worker", "WorkerGone", "until"]
+__all__ = ["PRELOAD", "LocalWorker", "Pending", "ProcessWorker", "Worker", "WorkerGone", "until"]
 
 PATIENCE = 30.0
 """Seconds after which a command that should have been answered counts as hanging."""
+
+
+PRELOAD = ["weightwire.testing.preload"]
+"""What the fork server loads before its first worker. A suite whose workers all need something else that is slow to
+load (an engine) may append it as its module is imported."""
 
 
 class WorkerGone(Exception):
@@ -220,7 +225,7 @@ class ProcessWorker(Worker):
             with contextlib.suppress(OSError):
                 self.cont()
                 self._pipe.send(None)
-            self._process.join(5)
+            self._process.join(15)  # it may have others to say goodbye to; killing it would be news to them
             if self._process.exitcode is None:
                 self.kill()
         self._pipe.close()
@@ -263,5 +268,5 @@ def _environment() -> dict[str, str]:
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["weightwire.testing.preload"])
+    context.set_forkserver_preload(PRELOAD)
     return context

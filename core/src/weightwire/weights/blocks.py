@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.weights.dtypes import DTYPES, needs_bit_copy, torch_dtype
+from weightwire.weights.scaled import quantised, scale_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weightwire.weights.layout import Entry
 
-__all__ = ["Block", "Run", "gathered"]
+__all__ = ["Block", "Gather", "Reader", "Run", "gathered"]
+
+Gather = Callable[[int, "Tensor"], "Tensor"]
+"""Position and tensor -> all of it, where it is sharded."""
 
 
 class Run(NamedTuple):
@@ -38,27 +42,31 @@ class Block(NamedTuple):
     leaf: int
     written: Entry
     run: Run | None = None
-    sharded: bool = False
+    gathered: bool = False
+    scaled: str = ""  # the float8 to which the tensor is cast with a scale: this block is that, or the scale
 
     @property
     def plain(self) -> bool:
         """Whether ``tensors[leaf]`` is what :meth:`read` gives."""
-        return self.run is None and not self.sharded and not needs_bit_copy(torch_dtype(self.written.dtype))
+        made = self.run is not None or self.gathered or self.scaled
+        return not made and not needs_bit_copy(torch_dtype(self.written.dtype))
 
-    def read(self, tensors: Sequence[Tensor]) -> Tensor:
+    def read(self, tensors: Sequence[Tensor], reader: Reader) -> Tensor:
         """The values, live and in the shape in which they are written, before any cast; gathered now where sharded."""
         tensor = tensors[self.leaf]
-        if self.sharded:
-            tensor = gathered(tensor)
+        if self.scaled:
+            return reader.scaled(self.leaf, tensor, self.scaled, whole=self.written.dtype == self.scaled)
+        if self.gathered:
+            tensor = reader.gather(self.leaf, tensor)
         if self.run is not None:
             tensor = self.run.read(tensor)
         return bits(tensor)
 
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+    def flat(self, tensors: Sequence[Tensor], reader: Reader) -> Tensor:
         """The bytes as they are written, flat uint8, on the tensor's device: its own memory where that is fit."""
         import torch
 
-        tensor = self.read(tensors).detach()
+        tensor = self.read(tensors, reader).detach()
         if not tensor.numel():
             return torch.empty(0, dtype=torch.uint8, device=tensor.device)
         if tensor.dtype != torch.uint8:
@@ -74,8 +82,32 @@ class Block(NamedTuple):
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+class Reader:
+    """Gathers, and makes scales, once each for one payload."""
+
+    def __init__(self, gather: Gather | None = None) -> None:
+        self.gather: Gather = gather or _gathered
+        self._scales: dict[tuple[int, str], Tensor] = {}
+
+    def scaled(self, leaf: int, tensor: Tensor, dtype: str, *, whole: bool) -> Tensor:
+        """The tensor in float8, or its scale: which is known by then, for the tensor comes first."""
+        key = (id(tensor), dtype)
+        scale = self._scales.get(key)
+        if scale is not None and not whole:
+            return scale
+        tensor = self.gather(leaf, tensor).detach()
+        if scale is None:
+            scale = self._scales[key] = scale_of(tensor, dtype)
+        return quantised(tensor, scale, dtype) if whole else scale
+
+
+def _gathered(_: int, tensor: Tensor) -> Tensor:
+    return gathered(tensor)
+
+
 def gathered(tensor: Tensor) -> Tensor:
-    """All of a DTensor; any other tensor as it is. Every rank has to come here."""
+    """All of a DTensor (every rank of it has to come here at the same time), and of what is made when it is read; any
+    other tensor as it is."""
     import torch
 
     if not hasattr(tensor, "full_tensor"):

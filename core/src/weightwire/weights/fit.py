@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from weightwire.errors import PreflightError
 from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
 from weightwire.weights.layout import Entry, Layout, dense_strides, extent, view
-from weightwire.weights.slots import ARRAY, PLAIN, Slot, bits, overlaps_itself, put, same_bits
+from weightwire.weights.slots import ARRAY, PLAIN, SHARD, Slot, bits, overlaps_itself, put, same_bits
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Fit", "Member", "Route", "Tie", "make_fit"]
+__all__ = ["Fit", "Member", "Route", "Tie", "make_fit", "sharing"]
 
 Adapter = Callable[["Tensor"], "Tensor"]
 
@@ -138,7 +138,7 @@ class _Fitter:
 
     def settle_ties(self) -> None:
         """See to it that tensors which share memory in the target still do so afterwards."""
-        for group in _sharing(self.slots):
+        for group in sharing(self.slots):
             matched = [leaf for leaf in group if leaf in self.routes]
             if not matched:
                 continue
@@ -236,7 +236,7 @@ class _Fitter:
 
         Else a later payload without the tie would find two tensors with one memory and different values.
         """
-        group_of = {leaf: group[0] for group in _sharing(self.slots) for leaf in group}
+        group_of = {leaf: group[0] for group in sharing(self.slots) for leaf in group}
         owner: dict[int, int] = {}
         for leaf, (way, route) in self.routes.items():
             slot = self.slots[leaf]
@@ -251,6 +251,9 @@ class _Fitter:
 def _way(slot: Slot, view: Tensor, *, alias: bool, private: bool) -> tuple[str, Adapter | None]:
     """How a view gets into its slot, and what has to be done with it before."""
     raw = slot.raw
+    if slot.kind == SHARD:
+        assert raw is not None
+        return COPY, partial(_part, part=slot.part, dtype=raw.dtype, device=raw.device)
     if raw is None or slot.kind not in (PLAIN, ARRAY):
         return CODE, partial(_converted, dtype=slot.value.dtype, device=slot.value.device)
     elsewhere = raw.device != view.device
@@ -274,6 +277,12 @@ def _converted(view: Tensor, *, dtype: torch.dtype, device: torch.device, flips:
     if needs_bit_copy(dtype):
         return _as_bits(view, device=device, flips=flips).clone().view(dtype)
     return (view.flip(flips) if flips else view).to(device=device, dtype=dtype, copy=True)
+
+
+def _part(view: Tensor, *, part: tuple[slice, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a rank holds of the whole: a view, of which nothing else is read."""
+    piece = view[part] if part else view
+    return bits(piece).to(device) if needs_bit_copy(dtype) else piece.to(device)
 
 
 def _as_bits(view: Tensor, *, device: torch.device, flips: tuple[int, ...]) -> Tensor:
@@ -312,7 +321,7 @@ def _span(leaf: int, slot: Slot) -> _Span | None:
     return _Span(str(raw.device), start, start + extent(raw.shape, raw.stride()) * raw.element_size(), leaf)
 
 
-def _sharing(slots: Mapping[int, Slot]) -> Iterator[list[int]]:
+def sharing(slots: Mapping[int, Slot]) -> Iterator[list[int]]:
     """Leaves whose memory overlaps, in groups, without those that overlap themselves: they are no place to write to."""
     group: list[int] = []
     device, stop = "", 0

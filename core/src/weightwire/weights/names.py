@@ -18,6 +18,7 @@ import msgspec
 
 from weightwire.errors import PreflightError, WireError
 from weightwire.weights.dtypes import DTYPES, code_of
+from weightwire.weights.scaled import SCALABLE
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,8 @@ Rename = Union[Mapping[str, str], Callable[[str], str], None]
 """Exact names, or prefixes where the key ends with ``.`` (``{"actor.": ""}``) or is empty (``{"": "actor."}``); or a
 function."""
 Cast = Union[str, "torch.dtype", Mapping[str, Union[str, "torch.dtype"]], None]
-"""One dtype for all that is floating; or globs with the dtype of what they name; ``"target"``: what the target has."""
+"""One dtype for all that is floating; or globs with the dtype of what they name; ``"target"``: what the target has. The
+trainer can ask for ``"float8_e4m3fn*scale"`` (or another float8): see :mod:`weightwire.weights.scaled`."""
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Components that torch.compile, FSDP and activation checkpointing put into names; no model of a user's means them."""
@@ -151,7 +153,7 @@ class NameMap:
         ``target`` is the dtype that ``"target"`` stands for, where there is one. Raises
         :class:`~weightwire.PreflightError` for casts that lose more than digits (complex to real) or that torch lacks.
         """
-        wanted = self._cast_of(canonical(name), dtype)
+        wanted = self._cast_of(canonical(name), dtype).removesuffix(SCALE)
         if wanted == "target":
             return target if target and _kind(target) >= _kind(dtype) >= 0 else dtype
         if wanted in ("", dtype):
@@ -161,6 +163,17 @@ class NameMap:
         if _kind(dtype) == _COMPLEX != _kind(wanted):
             raise PreflightError(f"cast: {name!r} is {dtype}; as {wanted} it would lose its imaginary part")
         return wanted
+
+    def scaled(self, name: str, dtype: str) -> str:
+        """The float8 to which a tensor is cast with a scale; empty where it is not. Only floating tensors are."""
+        wanted = self._cast_of(canonical(name), dtype)
+        return wanted.removesuffix(SCALE) if wanted.endswith(SCALE) and _kind(dtype) == _FLOATING else ""
+
+    @property
+    def scales(self) -> bool:
+        """Whether a cast asks for scales."""
+        casts = self.cast.values() if isinstance(self.cast, dict) else (self.cast or "",)
+        return any(cast.endswith(SCALE) for cast in casts)
 
     def excuses(self, name: str, payload_names: Sequence[str] = (), *, bare: bool = False) -> bool:
         """Whether a target's name may be missing because it was not selected: nothing that would be renamed to it is.
@@ -207,6 +220,7 @@ class NameMap:
 
 
 _INTEGER, _FLOATING, _COMPLEX = 1, 2, 3
+SCALE = "*scale"
 
 
 def _kind(dtype: str) -> int:
@@ -249,6 +263,10 @@ def _read_cast(cast: Cast) -> str | dict[str, str] | None:
 def _read_dtype(dtype: object) -> str:
     name = dtype if isinstance(dtype, str) else str(dtype)
     name = name.removeprefix("torch.")
+    if name.endswith(SCALE):
+        if name.removesuffix(SCALE) not in SCALABLE:
+            raise PreflightError(f"cast: {dtype!r}: a scale goes with one of {_listed(SCALABLE)}")
+        return name
     if name == "target" or (name in DTYPES and _kind(name) >= 0):
         return name
     close = get_close_matches(name, [n for n in DTYPES if _kind(n) >= 0], n=3)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightwire.transport import Header, Version
 from weightwire.weights.arrays import array_of
-from weightwire.weights.blocks import gathered
+from weightwire.weights.blocks import Reader
 from weightwire.weights.dtypes import torch_dtype
 from weightwire.weights.layout import ALIGNMENT
 
@@ -55,6 +56,7 @@ class Payload:
         base: Version | None = None,
         metadata: bytes = b"{}",
         digest: bool = False,
+        gather: Callable[[Payload, int, Tensor], Tensor] | None = None,
     ) -> None:
         self.layout = state.layout
         self.stamp = stamp
@@ -68,7 +70,13 @@ class Payload:
         self._plan = state.plan
         self._hash = _Hash(state.layout) if digest else None
         self._header: Header | None = None
+        self._reader = Reader(None if gather is None else partial(gather, self))
         self._cut: tuple[int, Tensor] | None = None  # a block that is being handed out in parts, and its bytes
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """The devices, other than the CPU, that the tensors lie on."""
+        return self._plan.devices
 
     @property
     def header(self) -> Header:
@@ -133,7 +141,7 @@ class Payload:
 
         for number, block in enumerate(self._plan.blocks):
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                flat = block.flat(self._tensors).cpu()
+                flat = block.flat(self._tensors, self._reader).cpu()
             if self._hash:
                 self._hash.add_block(number, flat)
             yield flat
@@ -154,7 +162,12 @@ class Payload:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for position in self._plan.unusual:
                 dtype = torch_dtype(self.layout.entries[position].dtype)
-                tensors[position] = gathered(tensors[position]).to(dtype).resolve_conj().resolve_neg()
+                block = self._plan.blocks[self.layout.entries[position].block]
+                if block.scaled:
+                    tensors[position] = block.read(self._tensors, self._reader)
+                    continue
+                whole = self._reader.gather(position, tensors[position])
+                tensors[position] = whole.to(dtype).resolve_conj().resolve_neg()
         return tensors
 
     def phase(self, name: str) -> _Phase:
@@ -173,7 +186,7 @@ class Payload:
             if window.into:
                 torch._foreach_copy_(window.into, [tensors[leaf] for leaf in window.leaves])
             for number, into in window.odd:
-                into.copy_(blocks[number].read(tensors))
+                into.copy_(blocks[number].read(tensors, self._reader))
             for part in window.parts:
                 part.into.copy_(self._bytes_of(part.block)[part.start : part.stop])
         if self._cut is not None and not window.parts:
@@ -182,7 +195,7 @@ class Payload:
     def _bytes_of(self, number: int) -> Tensor:
         """The bytes of a block that is cut, made once for all of its parts."""
         if self._cut is None or self._cut[0] != number:
-            self._cut = (number, self._plan.blocks[number].flat(self._tensors))
+            self._cut = (number, self._plan.blocks[number].flat(self._tensors, self._reader))
         return self._cut[1]
 
 

@@ -55,8 +55,11 @@ class Plan:
         )
 
 
-def make_plan(names: Sequence[str], tensors: Sequence[Tensor], dtypes: Sequence[str]) -> Plan:
-    """Lay out tensors under these names, to be sent as these dtypes.
+def make_plan(
+    names: Sequence[str], tensors: Sequence[Tensor], dtypes: Sequence[str], scaled: Sequence[str] = ()
+) -> Plan:
+    """Lay out tensors under these names, to be sent as these dtypes; ``scaled`` where a scale is made: the float8 of
+    the tensor, both for it and for its scale.
 
     Ties are lost only where keeping them is impossible or absurd: views of different dtypes of which one is cast; a
     misaligned view; overlapping sparse views (every thousandth element, say) of memory that is not sent itself.
@@ -64,7 +67,7 @@ def make_plan(names: Sequence[str], tensors: Sequence[Tensor], dtypes: Sequence[
     spans: dict[tuple[Any, ...], Span] = {}
     spans_of = []
     for leaf, (tensor, dtype) in enumerate(zip(tensors, dtypes)):
-        span = span_of(leaf, tensor, dtype)
+        span = span_of(leaf, tensor, dtype, scaled[leaf] if scaled else "")
         spans_of.append(spans.setdefault(span.key, span))
     places: dict[int, _Place] = {}
     for group in overlapping(spans.values()):
@@ -75,7 +78,8 @@ def make_plan(names: Sequence[str], tensors: Sequence[Tensor], dtypes: Sequence[
     for name, tensor, dtype, span in zip(names, tensors, dtypes, spans_of):
         place = places[span.leaf]
         number = numbers.setdefault(place.block, len(numbers))
-        entries.append(Entry(name, dtype, tuple(tensor.shape), number, place.offset, place.strides))
+        shape = span.shape if span.scaled else tuple(tensor.shape)
+        entries.append(Entry(name, dtype, shape, number, place.offset, place.strides))
     sizes = tuple(extent(b.written.shape, b.written.strides) * DTYPES[b.written.dtype] for b in numbers)
     unusual = tuple(n for n, span in enumerate(spans_of) if span.unusual)
     devices = frozenset(tensor.device for tensor in tensors if tensor.device.type != "cpu")
@@ -94,7 +98,7 @@ def _alone(spans: Iterable[Span]) -> dict[int, _Place]:
     for span in spans:
         strides = span.strides if span.dense else ()
         written = Entry("", span.sent, span.shape, 0, 0, strides)
-        places[span.leaf] = _Place(Block(span.leaf, written, sharded=span.sharded), 0, strides)
+        places[span.leaf] = _Place(Block(span.leaf, written, gathered=span.gathered, scaled=span.scaled), 0, strides)
     return places
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from weightwire.weights.dtypes import DTYPES, dtype_name, needs_bit_copy
+from weightwire.weights.guarded import is_guarded
 from weightwire.weights.layout import Entry, extent, view
 from weightwire.weights.walk import is_dtensor
 
@@ -19,6 +20,7 @@ __all__ = [
     "EXTRA",
     "ODD",
     "PLAIN",
+    "SHARD",
     "Slot",
     "as_array",
     "bits",
@@ -34,15 +36,16 @@ __all__ = [
 
 T = TypeVar("T")
 
-PLAIN, ARRAY, ODD, EXTRA = "plain", "array", "odd", "extra"
-"""Kinds of slots: a tensor, a NumPy array, a tensor that has to be written by itself, a module's extra state."""
+PLAIN, ARRAY, SHARD, ODD, EXTRA = "plain", "array", "shard", "odd", "extra"
+"""Kinds of slots: a tensor, a NumPy array, this rank's part of a DTensor, a tensor that has to be written by itself, a
+module's extra state."""
 
 
 class Slot(NamedTuple):
     """One place of a target.
 
     ``raw`` is a plain tensor over the slot's memory, without autograd; ``None`` where there is no such thing. ``flips``
-    are the dimensions along which it runs backwards against the array.
+    are the dimensions along which it runs backwards against the array. ``part`` is where a shard lies in the whole.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Slot(NamedTuple):
     value: Any  # what has the dtype and shape of the slot: a tensor
     raw: Tensor | None
     flips: tuple[int, ...] = ()
+    part: tuple[slice, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -70,6 +74,10 @@ def make_slot(name: str, leaf: Any, place: tuple[Any, Any], *, replace: bool) ->
     import numpy as np
     import torch
 
+    if is_guarded(leaf):
+        return "offloaded: reload() it first"
+    if is_dtensor(leaf):
+        return _shard_slot(name, leaf, place)
     if isinstance(leaf, torch.Tensor):
         plain = is_plain(type(leaf)) and not (leaf.is_conj() or leaf.is_neg())
         return _fault(leaf) or Slot(name, PLAIN if plain else ODD, leaf, place, leaf, raw_of(leaf))
@@ -93,13 +101,33 @@ def _fault(tensor: Tensor) -> str:
         return "not initialised yet: run its lazy module once"
     if tensor.is_meta:
         return "on the meta device, without memory: use to_empty() first"
-    if is_dtensor(tensor):
-        return "a DTensor, into which full tensors cannot be put yet: give its to_local()"
     if tensor.is_nested or tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPES:
         return (
             f"a {'nested tensor' if tensor.is_nested else dtype_name(tensor.dtype) + ' tensor'}, which does not travel"
         )
     return "" if tensor.layout is torch.strided else f"of layout {tensor.layout}, which does not travel"
+
+
+def _shard_slot(name: str, tensor: Any, place: tuple[Any, Any]) -> Slot | str:
+    """This rank's part of a DTensor: what arrives is whole, and no other rank is asked."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    local = tensor.to_local().detach()
+    if fault := _fault(local):
+        return fault
+    part = [slice(0, size) for size in tensor.shape]
+    for axis, placement in enumerate(tensor.placements):
+        if type(placement) is Shard:  # as `torch.chunk` cuts it, one mesh axis after the other
+            dim, count = placement.dim, tensor.device_mesh.size(axis)
+            start, stop, _ = part[dim].indices(tensor.shape[dim])
+            step = -(-(stop - start) // count)
+            first = min(start + step * tensor.device_mesh.get_local_rank(axis), stop)
+            part[dim] = slice(first, min(first + step, stop))
+        elif type(placement) is not Replicate:
+            return f"a DTensor that is placed as {placement}, of which no rank holds a plain piece: send it whole"
+    if tuple(local.shape) != tuple(piece.stop - piece.start for piece in part):
+        return f"a DTensor whose part of shape {tuple(local.shape)} does not lie where its placement says"
+    return Slot(name, SHARD, tensor, place, tensor, local, part=tuple(part))
 
 
 @cache

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError, WireError
 from weightwire.weights.dtypes import DTYPES, dtype_name
+from weightwire.weights.guarded import is_guarded, stand_in
 from weightwire.weights.layout import extent
+from weightwire.weights.lora import is_deferred, merged
 from weightwire.weights.names import SHOWN, NameMap
 from weightwire.weights.plan import Plan, make_plan
+from weightwire.weights.scaled import scaled_name
 from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_dtensor, is_state, names_of, signature, walk
 
 if TYPE_CHECKING:
@@ -40,24 +44,42 @@ class Source:
     microsecond a tensor and gives the same ``Layout`` object. No tensor is kept alive in between.
     """
 
-    def __init__(self, weights: Any = None, *, select: Select = None, rename: Rename = None, cast: Cast = None) -> None:
+    def __init__(
+        self,
+        weights: Any = None,
+        *,
+        select: Select = None,
+        rename: Rename = None,
+        cast: Cast = None,
+        sharded: bool = False,
+    ) -> None:
+        """``sharded``: tensors that are spread over ranks can be gathered while they are sent."""
         self._weights = weights
+        self._sharded = sharded
+        self._options = (select, rename, cast)
+        self._narrowed: dict[Any, Source] = {}
         self._trail = Trail(weights)
         self._map = NameMap(select, rename, cast)
         self._known: list[_Known] = []  # newest first
 
-    def extract(self, weights: Any = None) -> State:
-        """The state of ``weights``, or of those that the source was made with.
+    def extract(self, weights: Any = None, *, select: Select = None, merge: bool = False) -> State:
+        """The state of ``weights``, or of those that the source was made with; of that only what ``select`` takes, and
+        with LoRA adapters added to the weights where ``merge`` says so.
 
         Raises :class:`~weightwire.PreflightError`, naming the tensors, for what cannot be sent.
         """
         import torch
 
+        if select is not None:
+            return self._narrow(select).extract(weights, merge=merge)
         mine = weights is None
         if mine:
             weights = self._weights
         if callable(weights) and not is_state(weights):
             mine, weights = False, weights()
+        if merge:
+            with torch.no_grad():
+                return self._build(walk(merged(weights)), keep=False)
         found = self._trail.walk() if mine else walk(weights)
         for known in self._known:
             tensors = known.look(found)
@@ -66,16 +88,39 @@ class Source:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return self._build(found)
 
-    def _build(self, found: Walk) -> State:
+    def _narrow(self, select: Select) -> Source:
+        """A source of the same weights that takes less of them; the same one for the same ``select``."""
+        key = tuple(select) if isinstance(select, list) else select
+        known = self._narrowed.get(key)
+        if known is None:
+            mine, more = self._map, NameMap(select)
+
+            def both(name: str) -> bool:
+                return mine.selects(name) and more.selects(name)
+
+            both.__qualname__ = repr(select)  # how errors show it
+            _, rename, cast = self._options
+            while len(self._narrowed) > _KEPT:
+                del self._narrowed[next(iter(self._narrowed))]
+            known = Source(self._weights, select=both, rename=rename, cast=cast, sharded=self._sharded)
+            self._narrowed[key] = known
+        return known
+
+    def _build(self, found: Walk, *, keep: bool = True) -> State:
         trace, leaves, _ = found
         names = names_of(trace)
         if not names:
             raise PreflightError("the weights are empty: there is not a single tensor in them")
         chosen = self._map.apply(names)
         positions = [position for position, _ in chosen]
-        tensors = _tensors([(names[position], leaves[position]) for position in positions])
+        tensors = _tensors([(names[position], leaves[position]) for position in positions], sharded=self._sharded)
+        sent = [name for _, name in chosen]
         dtypes = [self._map.dtype(names[p], dtype_name(tensor.dtype)) for p, tensor in zip(positions, tensors)]
-        plan = make_plan([name for _, name in chosen], tensors, dtypes)
+        scaled: list[str] = []
+        if self._map.scales:
+            columns = self._with_scales(names, sent, positions, tensors, dtypes)
+            sent, positions, tensors, dtypes, scaled = columns
+        plan = make_plan(sent, tensors, dtypes, scaled)
         for known in self._known:  # the same in other memory: what was derived from the old objects stays good
             if known.plan.layout == plan.layout:
                 plan.layout = known.plan.layout
@@ -84,9 +129,29 @@ class Source:
             _ = plan.layout.wire  # refuses what no backend could send: names with line breaks, a hundred dimensions
         except WireError as exc:
             raise PreflightError(f"these weights cannot be sent: {exc}") from exc
+        if not keep:
+            return State(plan, tensors)
         others = [known for known in self._known if known.plan is not plan and known.trace != trace]
         self._known = [_Known(plan, found, positions, tensors), *others[:_KEPT]]
         return State(plan, tensors)
+
+    def _with_scales(
+        self, names: list[str], sent: list[str], positions: list[int], tensors: list[Tensor], dtypes: list[str]
+    ) -> tuple[list[str], list[int], list[Tensor], list[str], list[str]]:
+        """The columns of a plan, with a scale behind each tensor that is cast with one."""
+        columns: Any = ([], [], [], [], [])
+        for name, position, tensor, dtype in zip(sent, positions, tensors, dtypes):
+            scaled = self._map.scaled(names[position], dtype_name(tensor.dtype))
+            rows = [(name, position, tensor, dtype, scaled)]
+            if scaled:
+                rows.append((scaled_name(name), position, tensor, "float32", scaled))
+            for column, values in zip(columns, zip(*rows)):
+                column.extend(values)
+        twice = [name for name, count in Counter(columns[0]).items() if count > 1]
+        if twice:
+            raise PreflightError(f"cast: the scale of a tensor would be called {twice[0]!r}, as another tensor is")
+        found: tuple[list[str], list[int], list[Tensor], list[str], list[str]] = columns
+        return found
 
 
 _KEPT = 3
@@ -170,21 +235,22 @@ def _bits(tensors: Sequence[Tensor], positions: Iterable[int]) -> list[tuple[boo
 
 
 def _is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is the tensor that is read."""
     import torch
 
-    return isinstance(leaf, torch.Tensor)
+    return isinstance(leaf, torch.Tensor) and not is_guarded(leaf)
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
-def _tensors(leaves: Sequence[tuple[str, Any]]) -> list[Tensor]:
+def _tensors(leaves: Sequence[tuple[str, Any]], *, sharded: bool) -> list[Tensor]:
     """A tensor for each leaf, or an error that names all that cannot be sent."""
     tensors: list[Tensor] = []
     faults: list[str] = []
     for name, leaf in leaves:
         found = _tensor(leaf)
-        fault = found if isinstance(found, str) else _fault(found)
+        fault = found if isinstance(found, str) else _fault(found, sharded=sharded)
         if fault:
             faults.append(f"  {name}: {fault}")
         elif not isinstance(found, str):
@@ -201,7 +267,7 @@ def _tensor(leaf: Any) -> Tensor | str:
     import torch
 
     if isinstance(leaf, torch.Tensor):
-        return leaf
+        return stand_in(leaf) if is_guarded(leaf) else leaf
     if isinstance(leaf, np.ndarray):
         return _from_numpy(leaf)
     if getattr(leaf, "__name__", "") == "get_extra_state" and callable(leaf):
@@ -246,7 +312,7 @@ class _Readable:
         self.__array_interface__: Mapping[str, Any] = {**array.__array_interface__, "data": (address, False)}
 
 
-def _fault(tensor: Tensor) -> str:
+def _fault(tensor: Tensor, *, sharded: bool) -> str:
     """Why a tensor cannot be sent; empty where it can."""
     import torch
     from torch.nn.parameter import is_lazy
@@ -262,18 +328,21 @@ def _fault(tensor: Tensor) -> str:
         return f"of dtype {dtype}, which does not travel"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}: x.to_dense() can be sent"
+    if is_deferred(tensor):
+        return ""
     if is_dtensor(tensor):
-        return _sharding_fault(tensor)
+        return _sharding_fault(tensor, sharded=sharded)
     kind = type(tensor).__qualname__
     return "" if _has_memory(tensor) else f"a {kind} without memory under it (offloaded, or made of others?)"
 
 
-def _sharding_fault(tensor: Any) -> str:
-    if tensor.device_mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements):
+def _sharding_fault(tensor: Any, *, sharded: bool) -> str:
+    spread = tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements)
+    if sharded or not spread:
         return "" if _has_memory(tensor._local_tensor) else "a DTensor without memory under it"
     return (
-        f"a DTensor spread over {tensor.device_mesh.size()} ranks, which is not gathered here: "
-        "give a function that returns full tensors"
+        f"a DTensor spread over {tensor.device_mesh.size()} ranks, of which nobody knew when the updater was made: "
+        "make the updater with the sharded module itself, on every rank"
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.weights.dtypes import DTYPES, dtype_name
 from weightwire.weights.layout import dense_strides, extent
+from weightwire.weights.lora import is_deferred
 from weightwire.weights.walk import is_dtensor
 
 if TYPE_CHECKING:
@@ -31,21 +32,31 @@ class Span(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # empty for row-major
     dense: bool
-    sharded: bool
+    gathered: bool  # sharded, or made when it is read
     unusual: bool
+    scaled: str = ""
 
     @property
     def sparse(self) -> bool:
         return self.stop - self.start > 2 * self.used
 
 
-def span_of(leaf: int, tensor: Tensor, sent: str) -> Span:
+def span_of(leaf: int, tensor: Tensor, sent: str, scaled: str = "") -> Span:
+    """``scaled``: a float8 to which the tensor is cast with a scale; ``sent`` is that, or the scale's dtype."""
     dtype = dtype_name(tensor.dtype)
     shape = tuple(tensor.shape)
+    if scaled:
+        memory = _memory(leaf, tensor)
+        key: tuple[Any, ...] = (*memory, shape, dtype, sent, scaled)
+        whole = is_dtensor(tensor) or is_deferred(tensor)
+        shape = shape if sent == scaled else ()
+        return Span(leaf, key, "", 0, 0, 0, False, dtype, sent, shape, (), True, whole, True, scaled)
+    if is_deferred(tensor):
+        return Span(leaf, (~leaf,), "", 0, 0, 0, False, dtype, sent, shape, (), True, True, True)
     if is_dtensor(tensor):
         local = tensor._local_tensor  # type: ignore[attr-defined]
         spec = (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
-        key: tuple[Any, ...] = (local.data_ptr() or ~leaf, shape, local.shape, local.stride(), dtype, sent, *spec)
+        key = (local.data_ptr() or ~leaf, shape, local.shape, local.stride(), dtype, sent, *spec)
         return Span(leaf, key, "", 0, 0, 0, False, dtype, sent, shape, (), True, True, True)
     bits = (tensor.is_conj(), tensor.is_neg())
     start, stride, size = tensor.data_ptr(), tensor.stride(), tensor.element_size()
@@ -58,6 +69,18 @@ def span_of(leaf: int, tensor: Tensor, sent: str) -> Span:
     stop = start + extent(shape, stride) * size
     dense, unusual = _is_dense(shape, strides), any(bits) or dtype != sent
     return Span(leaf, key, device, start, stop, used, shareable, dtype, sent, shape, strides, dense, False, unusual)
+
+
+def _memory(leaf: int, tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same bytes."""
+    if is_deferred(tensor):
+        return (id(tensor),)
+    spec: tuple[Any, ...] = ()
+    if is_dtensor(tensor):
+        spec = (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr() or ~leaf, tensor.shape, tensor.stride(), str(tensor.device), *bits, *spec)
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError
 from weightwire.weights.commit import Prepared, Risky, Step
-from weightwire.weights.dtypes import needs_bit_copy
-from weightwire.weights.fit import Fit, Route, make_fit
+from weightwire.weights.dtypes import dtype_name, needs_bit_copy
+from weightwire.weights.fit import Fit, Route, make_fit, sharing
+from weightwire.weights.layout import Layout
 from weightwire.weights.names import SHOWN, NameMap, Needs, canonical_all, encode_needs, match
 from weightwire.weights.slots import (
     ARRAY,
@@ -27,14 +28,14 @@ from weightwire.weights.slots import (
     same_bits,
 )
 from weightwire.weights.target import Target
-from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_state, names_of, signature, walk
+from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_dtensor, is_state, names_of, signature, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
     from weightwire.transport import Header, Version
-    from weightwire.weights.layout import Layout
+    from weightwire.weights.layout import Entry
 
 __all__ = ["StateTarget"]
 
@@ -53,6 +54,7 @@ class StateTarget(Target):
         self._names = names
         self._alias = alias
         self._coming: _Coming | None = None
+        self._admitted: dict[str, Slot] = {}  # name in the payload -> where it goes, for one that is poured
         self._trail = Trail(weights)
         self._seen, _ = quietly(partial(_survey, weights, names, alias=alias))
 
@@ -87,6 +89,26 @@ class StateTarget(Target):
             self._coming = _Coming(header.stamp, self._seen.look, work.moved)
         return prepared
 
+    def admit(self, header: Header) -> Layout:
+        seen, slots = quietly(partial(_survey, self.weights, self._names, alias=self._alias))
+        pairs, difference = match(header.layout, seen.needs, subset=header.base is not None)
+        if difference:
+            raise PreflightError(difference.message())
+        entries = header.layout.entries
+        shared = {leaf for group in sharing(slots) for leaf in group}
+        leaves = {entries[entry].name: seen.leaf_of[need] for entry, need in pairs}
+        self._admitted = {name: slots[leaf] for name, leaf in leaves.items() if leaf not in shared}
+        return Layout(tuple(entry for entry in entries if entry.name in leaves), header.layout.sizes)
+
+    def plain_memory(self, entry: Entry) -> Tensor | None:
+        slot = self._admitted.get(entry.name)
+        raw = None if slot is None or slot.kind != PLAIN else slot.raw
+        if raw is None or dtype_name(raw.dtype) != entry.dtype or entry.strides or entry.offset:
+            return None
+        if not raw.is_contiguous() or raw.is_inference():
+            return None
+        return quietly(partial(_flat, raw))
+
     def _make_fit(self, layout: Layout, use: _Use, views: Sequence[Tensor]) -> Fit:
         """Look closely at the target, and work out how the payload goes into it."""
         self._trail = Trail(self.weights)  # which may have kept to another order of the same names
@@ -104,6 +126,12 @@ class StateTarget(Target):
         )
         seen.keep(layout, use, fit)
         return fit
+
+
+def _flat(raw: Tensor) -> Tensor:
+    import torch
+
+    return bits(raw).as_strided((raw.numel(),), (1,), raw.storage_offset()).view(torch.uint8)
 
 
 class _Coming(NamedTuple):
@@ -217,8 +245,9 @@ class _Seen:
         self._fits[id(layout)] = (layout, use, fit)
 
 
-_KEPT = 4
-"""How many layouts a target remembers its fit to: full versions and subsets, pushed in turn."""
+_KEPT = 64
+"""How many layouts a target remembers its fit to: full versions and subsets that are pushed in turn, and the pieces of
+one that is poured."""
 
 
 def _facts(leaf: Any) -> tuple[Any, ...]:
@@ -227,7 +256,12 @@ def _facts(leaf: Any) -> tuple[Any, ...]:
     value = leaf if isinstance(leaf, torch.Tensor) else leaf()
     if not isinstance(value, torch.Tensor):
         return (type(value),)
-    return (type(value), value.dtype, tuple(value.shape), value.device)
+    facts = (type(value), value.dtype, tuple(value.shape), value.device)
+    if not is_dtensor(value):
+        return facts
+    local = value._local_tensor  # type: ignore[attr-defined]
+    spec = (value.device_mesh, value.placements)  # type: ignore[attr-defined]
+    return (*facts, *spec, local.data_ptr(), tuple(local.shape), local.stride())
 
 
 def _survey(weights: Any, names: NameMap, *, alias: bool) -> tuple[_Seen, dict[int, Slot]]:

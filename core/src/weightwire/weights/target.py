@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weightwire.transport import Header, Version
-    from weightwire.weights.layout import Layout
+    from weightwire.weights.layout import Entry, Layout
     from weightwire.weights.names import Cast, Rename, Select
 
 __all__ = ["CallableTarget", "OwnedTarget", "OwnedWeights", "Target", "make_target"]
@@ -50,6 +50,18 @@ class Target(ABC):
         memory) have the tensor's name in their attribute ``tensor``. Nothing of the target is touched.
         """
 
+    def admit(self, header: Header) -> Layout:
+        """Whether a payload fits, before its first byte is there; the layout without what is not taken of it.
+
+        Raises :class:`~weightwire.PreflightError`, with all differences, where it does not.
+        """
+        return header.layout
+
+    def plain_memory(self, entry: Entry) -> Tensor | None:
+        """Flat bytes of the target into which those of an admitted entry can be written as they are; ``None`` where
+        there are none."""
+        return None
+
 
 def make_target(
     weights: Any = None, *, select: Select = None, rename: Rename = None, cast: Cast = None, apply: str = "copy"
@@ -64,6 +76,8 @@ def make_target(
     from weightwire.weights.state import StateTarget  # which is a Target itself
 
     names = NameMap(select, rename, cast)
+    if names.scales:
+        raise PreflightError(f"cast={cast!r}: scales are made on the trainer, where the updater is given such a cast")
     if weights is None:
         return OwnedTarget(names, alias=apply == "alias")
     if is_state(weights):
@@ -192,12 +206,15 @@ class OwnedTarget(Target):
 
 
 def _copy(into: Mapping[str, Tensor], taken: _Taken, views: Sequence[Tensor]) -> Step:
-    """One fused copy of all that is taken, cast on the way."""
+    """One fused copy of all that is taken, cast on the way. Expanded views follow what they are views of."""
     import torch
 
-    targets = [into[name].detach() for name in taken.names]
-    values = [views[position] for position in taken.positions]
-    pairs = [(bits(t), bits(v)) if needs_bit_copy(t.dtype) else (t, v) for t, v in zip(targets, values)]
+    moved = [
+        (into[name].detach(), views[position])
+        for name, position, entry in zip(taken.names, taken.positions, taken.entries)
+        if not (entry.strides and overlaps_itself(into[name]))
+    ]
+    pairs = [(bits(t), bits(v)) if needs_bit_copy(t.dtype) else (t, v) for t, v in moved]
     return partial(torch._foreach_copy_, [t for t, _ in pairs], [v for _, v in pairs])
 
 

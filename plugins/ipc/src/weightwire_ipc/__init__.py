@@ -22,7 +22,7 @@ def weightwire_backend() -> BackendInfo:
     """Claims; light enough to be called without torch."""
     return BackendInfo(
         summary="between processes of one Linux machine, through sealed shared memory",
-        capabilities=frozenset({"processes", "alias", "late_join", "subset_workers"}),
+        capabilities=frozenset({"processes", "alias", "late_join", "sharded_target", "stream", "subset_workers"}),
         options=IpcOptions,
     )
 

@@ -151,7 +151,7 @@ def unwritten(mapping: mmap.mmap) -> bool:
     )
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            return fcntl.ioctl(file, _PAGEMAP_SCAN, bytearray(wanted)) == 0
+            return not fcntl.ioctl(file, _PAGEMAP_SCAN, bytearray(wanted))
     except OSError:
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
+from weightwire.errors import StorageFullError
 from weightwire_ipc.memory import EPOCH, HEADER, MAGIC, NUMBER, allocate, map_shared, memfd, pages, seal
 
 if TYPE_CHECKING:
@@ -60,14 +62,21 @@ class Slot:
         self.number = number
         self.shape = Shape.of(need)
         self.idle = 0
-        fd = memfd(f"weightwire-slot-{number}")
         try:
-            allocate(fd, self.shape.size)
-            self._map = map_shared(fd, self.shape.size)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.shared = seal(fd)
+            fd = memfd(f"weightwire-slot-{number}")
+            try:
+                allocate(fd, self.shape.size)
+                self._map = map_shared(fd, self.shape.size)
+            except BaseException:
+                os.close(fd)
+                raise
+            self.shared = seal(fd)
+        except OSError as exc:
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise StorageFullError(
+                f"a version needs file descriptors, and there are none left ({exc.strerror}): see ulimit -n"
+            ) from exc
         self._words = memoryview(self._map).cast("Q")
         self._bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
         self._out: Tensor = self._bytes[:0]

@@ -28,7 +28,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def weightwire_backend() -> BackendInfo:
     return BackendInfo(
         summary="within one process: one owned copy a version, or straight into the policy",
-        capabilities=frozenset({"alias", "inline", "late_join", "subset_workers"}),
+        capabilities=frozenset({"alias", "inline", "late_join", "sharded_target", "stream", "subset_workers"}),
         options=Options,
     )
 

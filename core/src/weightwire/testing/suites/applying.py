@@ -15,11 +15,13 @@ from weightwire.testing.rig import Rig, interrupted, took
 from weightwire.testing.states import brittle, counters, fill, seen, snapshot
 from weightwire.testing.suites.base import Cases, requires
 from weightwire.transport import Delivery
+from weightwire.weights.payload import Payload
 
 __all__ = ["ApplyingCases"]
 
-# Python swallows a KeyboardInterrupt that hits a weakref's or the collector's callback, and pytest tells of it.
-swallowed = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# Python swallows a KeyboardInterrupt that hits a weakref's or the collector's callback (seen: those of its own WeakSet)
+# and pytest tells of it. Any other error there is a fault.
+swallowed = pytest.mark.filterwarnings("ignore:(?s).*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning")
 
 
 class ApplyingCases(Cases):
@@ -118,6 +120,7 @@ class ApplyingCases(Cases):
 
     def test_busy_worker_takes_the_newest_only(self, rig: Rig) -> None:
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
+        updater.wait_for_workers(1)
         worker.do("hook")
         for version in range(1, 31):
             updater.push(counters(version))
@@ -222,6 +225,22 @@ class ApplyingCases(Cases):
         assert receiver.pull(10.0) == 3
         report = updater.wait(timeout=10.0)
         assert report.receipts["w"].digest, "the receipt says what was applied"
+
+    def test_source_fails_while_it_is_read(self, rig: Rig) -> None:
+        """A shard that cannot be gathered, a device that is gone: the trainer hears of it, the workers do not."""
+        updater, worker = rig.updater(), rig.worker("w", counters, 0)
+        updater.wait_for_workers(1)
+        updater.push(counters(1))
+        assert worker.pull(10.0) == 1
+        with pytest.MonkeyPatch.context() as patch:
+            for way in ("pack", "tensors", "entries"):
+                patch.setattr(Payload, way, _unreadable)
+            with pytest.raises(ZeroDivisionError, match="cannot be read"):
+                updater.push(counters(2), timeout=3.0)
+        assert worker.pull(0.0) is None
+        assert worker.seen() == 1
+        report = updater.push(counters(updater.version + 1))
+        assert worker.pull(10.0) == worker.seen() == report.version
 
     def test_receipts_and_metadata(self, rig: Rig) -> None:
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
@@ -354,6 +373,10 @@ class ApplyingCases(Cases):
         assert receiver.pull(10.0) == updater.version
         assert updater.wait(timeout=10.0).receipts["w"].state == "applied"
         assert snapshot(receiver.weights) == snapshot(counters(1))
+
+
+def _unreadable(*_: Any) -> Any:
+    raise ZeroDivisionError("this shard cannot be read")
 
 
 def _corrupt(receiver: WeightReceiver, patch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -45,9 +46,14 @@ class Cases:
         options = "&".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.endpoint}://{location}" + (f"?{options}" if options else "")
 
+    def make_rig(self, capabilities: frozenset[str]) -> Rig:
+        """What a case stands on. Override it where workers are to live elsewhere than in processes of this host."""
+        return Rig(self.make_endpoint, capabilities)
+
     def info(self) -> BackendInfo:
         """What the backend says of itself."""
-        return open_backend(parse(self.endpoint)).info
+        endpoint = parse(self.endpoint)
+        return open_backend(replace(endpoint, options={**endpoint.options, **self.options})).info
 
     @pytest.fixture(autouse=True)
     def _gate(self, request: pytest.FixtureRequest) -> None:
@@ -61,7 +67,7 @@ class Cases:
 
     @pytest.fixture
     def rig(self, _gate: None) -> Iterator[Rig]:
-        rig = Rig(self.make_endpoint, self.info().capabilities)
+        rig = self.make_rig(self.info().capabilities)
         try:
             yield rig
         finally:

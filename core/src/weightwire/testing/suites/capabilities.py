@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from weightwire.endpoint import parse
 from weightwire.errors import CapabilityError, EndpointError, WaitTimeout
 from weightwire.testing.rig import Rig
 from weightwire.testing.states import counters
@@ -25,11 +27,6 @@ class CapabilityCases(Cases):
             pytest.skip(f"{self.endpoint} claims {capability}")
         with pytest.raises(CapabilityError, match=capability):
             rig.receiver(counters(0), **asked)
-
-    def test_stream_is_refused(self, rig: Rig) -> None:
-        """Whatever a backend claims: the core does not apply bucket by bucket yet."""
-        with pytest.raises(CapabilityError, match="stream"):
-            rig.receiver(counters(0), stream=True)
 
     def test_unclaimed_push_to_some_is_refused(self, rig: Rig) -> None:
         if "subset_workers" in rig.capabilities:
@@ -55,13 +52,23 @@ class CapabilityCases(Cases):
         """An updater at an empty location names a unique one, which is all that a worker needs."""
         if self.info().location != "name":
             pytest.skip(f"the location of {self.endpoint} is {self.info().location}, which cannot be left out")
-        bare = self.endpoint.partition("?")[0].partition("://")[0]
+        bare = str(replace(parse(rig.endpoint), location=""))
         one, two = rig.updater(endpoint=bare), rig.updater(endpoint=bare)
         assert one.endpoint != two.endpoint
         worker = rig.worker("w", counters, 0, endpoint=one.endpoint)
         one.push(counters(1))
         two.push(counters(2))
         assert worker.pull() == worker.seen() == 1
+
+    def test_own_pickles_are_refused_unless_allowed(self, rig: Rig) -> None:
+        if self.info().pickles != "own":
+            pytest.skip(f"{self.endpoint} loads no pickles of its own")
+        endpoint = parse(rig.endpoint)
+        options = {key: value for key, value in endpoint.options.items() if key != "allow_pickle"}
+        for refused in (options, {**options, "allow_pickle": "false"}):
+            for end in (rig.updater, rig.receiver):
+                with pytest.raises(CapabilityError, match="allow_pickle=true"):
+                    end(endpoint=str(replace(endpoint, options=refused)))
 
     def test_unknown_options_are_errors(self) -> None:
         place = self.make_endpoint()

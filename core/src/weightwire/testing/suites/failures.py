@@ -149,6 +149,18 @@ class FailureCases(Cases):
         assert forked
 
     @requires("processes")
+    def test_staged_needs_no_trainer(self, rig: Rig) -> None:
+        """What counts as staged is with the worker, whatever becomes of the trainer."""
+        trainer = rig.process("trainer")
+        trainer.do("lead", rig.endpoint)
+        (worker,) = crew(rig, "w")
+        trainer.do("wait_for_workers", 1, 10.0)
+        report = trainer.do("push", wait="staged")
+        assert report.receipts["w"].state == "staged"
+        trainer.kill()
+        assert worker.pull(5.0) == worker.seen() == 1
+
+    @requires("processes")
     def test_trainer_is_killed_while_pushing(self, rig: Rig) -> None:
         readers = crew(rig, "a", "b")
         following = [worker.follow(1_000_001, timeout=60) for worker in readers]

@@ -41,6 +41,7 @@ class HostileCases(Cases):
         """A private directory for a backend's sockets, with a short enough path; to be made before the rig."""
         with tempfile.TemporaryDirectory(prefix="kit-") as directory:
             monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+            monkeypatch.setenv("WEIGHTWIRE_STATUS", "off")  # the core's own socket, which asks the kernel who is there
             yield Path(directory)
 
     @linux
@@ -54,6 +55,8 @@ class HostileCases(Cases):
 
     @linux
     def test_a_pickle_is_never_loaded(self, run_directory: Path, rig: Rig, tmp_path: Path) -> None:
+        if self.info().pickles == "own":
+            pytest.skip(f"{self.endpoint} says itself that it loads them")
         before = set(listeners())
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
         updater.push(counters(1))

@@ -39,9 +39,11 @@ class LeakCases(Cases):
             with rig.updater(endpoint=endpoint) as updater, rig.receiver(counters(0), endpoint=endpoint) as receiver:
                 updater.push(counters(1))
                 receiver.pull()
-            rig.forget()
+            del updater, receiver
             if round_ == 2:
+                rig.forget()
                 before.append(Usage.now())
+        rig.forget()
         _flat(before, [Usage.now()])
 
     def test_workers_come_and_go(self, rig: Rig) -> None:
@@ -91,7 +93,7 @@ def _usage(worker: Worker) -> list[Usage]:
 
 def _flat(before: list[Usage], after: list[Usage]) -> None:
     for was, now in zip(before, after):
-        assert now.fds <= was.fds, (was, now)
-        assert now.threads <= was.threads, (was, now)
-        assert now.shared <= was.shared, (was, now)
-        assert now.rss <= was.rss + SLACK, (was, now)
+        assert now.fds <= was.fds, f"file descriptors leak: {was} -> {now}"
+        assert now.threads <= was.threads, f"threads leak: {was} -> {now}"
+        assert now.shared <= was.shared, f"shared memory leaks: {was} -> {now}"
+        assert now.rss <= was.rss + SLACK, f"resident memory leaks: {was} -> {now}"

@@ -325,7 +325,7 @@ class Machine(RuleBasedStateMachine):
 class ModelCases(Cases):
     def _run(self, *, mortal: bool, capabilities: frozenset[str], examples: int, steps: int) -> None:
         class Here(Machine):
-            make_rig = staticmethod(lambda: Rig(self.make_endpoint, capabilities))
+            make_rig = staticmethod(lambda: self.make_rig(capabilities))
 
         Here.mortal = mortal
         run_state_machine_as_test(

@@ -1,0 +1,1 @@
+../core/src/weightwire/cli/cartpole/cartpole_engine.py
