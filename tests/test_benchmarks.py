@@ -41,8 +41,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     return out, record
 
 
-# A hundred processes: on a busy machine it takes a multiple of what it does on a quiet one.
-@pytest.mark.timeout(1000)
+# A hundred processes.
+@pytest.mark.soak
 def test_every_bar_of_the_law_finds_what_it_is_about(ran: tuple[Path, dict[str, Any]]) -> None:
     sys.path.insert(0, str(BENCHMARKS))
     try:
@@ -56,6 +56,7 @@ def test_every_bar_of_the_law_finds_what_it_is_about(ran: tuple[Path, dict[str, 
     assert {bench for bench, *_ in judged} >= {f"B{number}" for number in range(1, 12)}
 
 
+@pytest.mark.soak
 def test_every_contender_has_done_its_turns(ran: tuple[Path, dict[str, Any]]) -> None:
     contests = ran[1]["contests"]
     assert {contest["bench"] for contest in contests} >= {"C1", "C2", "C3", "C4"}
@@ -63,6 +64,7 @@ def test_every_contender_has_done_its_turns(ran: tuple[Path, dict[str, Any]]) ->
     assert all(samples for contest in contests for samples in contest["series"].values())
 
 
+@pytest.mark.soak
 def test_a_run_of_toys_says_so_and_draws_everything(ran: tuple[Path, dict[str, Any]]) -> None:
     out, record = ran
     assert record["toys"]
@@ -70,6 +72,15 @@ def test_a_run_of_toys_says_so_and_draws_everything(ran: tuple[Path, dict[str, A
     assert "toys" in table
     assert "reached" not in table.lower()
     assert all((out / image).read_bytes().startswith(b"\x89PNG") for image in IMAGES)
+
+
+def test_some_works_with_toys(tmp_path: Path) -> None:
+    """What needs neither an engine nor many workers; all of them are in the soak."""
+    status, said = run("--quick", "--only", "B3,B8,B10,B11", "--out", str(tmp_path), limit=110)
+    assert status == 0, said
+    contests = json.loads((tmp_path / "latest.json").read_text())["contests"]
+    assert {contest["bench"] for contest in contests} == {"B3", "B8", "B10", "B11"}
+    assert not [contest["failed"] for contest in contests if contest["failed"]]
 
 
 def test_toys_do_not_take_the_place_of_figures() -> None:

@@ -565,9 +565,9 @@ class IpcSender(Sender):
                 ready = parked.poll(pause * 1000)
             else:
                 ready = waiter.poll((DEAF if self._deaf_until else TOUCH) * 1000)
+            self._hush(self._wake)  # before the look: what rings from now on is heard next time
             if self._closed:
                 return
-            self._hush(self._wake)
             if time.monotonic() - touched > TOUCH:
                 touched = time.monotonic()
                 self._place.touch()
