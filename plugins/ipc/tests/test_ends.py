@@ -732,3 +732,31 @@ def test_tensors_of_a_delivery_are_plain(bench: Any) -> None:
     view = receiver.poll(Have(), SOON(5)).views()[0]
     assert (view.device.type, view.requires_grad, view.is_contiguous()) == ("cpu", False, True)
     assert torch.equal(view * 2, torch.full((100,), 2.0))
+
+
+def test_a_close_that_rings_while_the_service_thread_is_about_is_heard(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has woken for another reason, and takes the ring for that of before."""
+    sender = bench.sender()
+    about, rung, hush, ring = threading.Event(), threading.Event(), sender._hush, sender._ring
+
+    def slow_hush(bell: int) -> None:
+        if threading.current_thread() is sender._thread:
+            about.set()
+            assert rung.wait(10)
+        hush(bell)
+
+    def told_ring(bell: int) -> None:
+        ring(bell)
+        if bell == sender._wake and sender._closed:
+            rung.set()
+
+    monkeypatch.setattr(sender, "_hush", slow_hush)
+    monkeypatch.setattr(sender, "_ring", told_ring)
+    ring(sender._wake)
+    assert about.wait(10)
+    begun = time.monotonic()
+    sender.close(SOON(8))
+    assert not sender._thread.is_alive()
+    assert time.monotonic() - begun < 5
