@@ -7,12 +7,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 # TensorDict, Ray and friends are optional to users; developers get all that the tests and figures need.
-PACKAGES := -e "core[cli,testing]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench]"
+PACKAGES := -e "core[cli,testing,torchrl]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench,docs]"
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CODE := conftest.py core plugins tests examples benchmarks
+CODE := conftest.py core plugins tests examples benchmarks scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint format bench clean
+.PHONY: help setup demo test soak lint format bench docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 14
@@ -54,6 +54,11 @@ format: $(STAMP)  ## let ruff format the code and mend what it can
 bench: $(STAMP)  ## measure everything side by side; writes benchmarks/results/
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(STAMP)  ## build the documentation into site/, strictly: a link that leads nowhere is an error
+	$(BIN)/mkdocs build --strict
+	@echo "read it: site/index.html"
+
 clean:  ## remove .venv and every cache
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ import torch
 from weightwire.endpoint import parse
 from weightwire.hookspecs import CAPABILITIES
 from weightwire.testing import Rig
+from weightwire.testing.rig import gather
 from weightwire.transport import Deadline, Delivery, Have, Joined, ReceiverContext, SenderContext, Version
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
@@ -36,10 +37,17 @@ class Bench:
         return sender
 
     def receiver(
-        self, worker: str = "w", *, endpoint: str = "", apply: str = "copy", have: Have = NOTHING, **options: Any
+        self,
+        worker: str = "w",
+        *,
+        endpoint: str = "",
+        apply: str = "copy",
+        have: Have = NOTHING,
+        stream: bool = False,
+        **options: Any,
     ) -> NcclReceiver:
         context = ReceiverContext(
-            joined=Joined(worker=worker), have=lambda: have, apply=apply, deadline=Deadline.after(5)
+            joined=Joined(worker=worker), have=lambda: have, apply=apply, stream=stream, deadline=Deadline.after(5)
         )
         receiver = NcclReceiver(parse(endpoint or self.endpoint), NcclOptions(**options), context)
         self.opened.append(receiver)
@@ -91,17 +99,8 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-@pytest.fixture
-def gather() -> Callable[..., list[Any]]:
-    """Collect events until one fits, for five seconds at most."""
-
-    def gather(sender: NcclSender, fits: Callable[[Any], bool]) -> list[Any]:
-        deadline, found = Deadline.after(5), []
-        while not any(fits(event) for event in found):
-            assert not deadline.expired, f"not among {found}"
-            found += sender.events(deadline)
-        return found
-
+@pytest.fixture(name="gather")
+def _gather() -> Callable[..., list[Any]]:
     return gather
 
 

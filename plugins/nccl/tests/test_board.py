@@ -9,8 +9,9 @@ import torch
 from torch.distributed import PrefixStore
 
 from weightwire_nccl.board import Board, BrokenBoard
-from weightwire_nccl.groups import GlooGroup, Works
+from weightwire_nccl.groups import GlooGroup, GroupError
 from weightwire_nccl.store import BoardStore
+from weightwire_nccl.works import Works
 
 
 class Table:
@@ -86,7 +87,7 @@ def groups(count: int) -> list[GlooGroup]:
 
 
 @pytest.mark.parametrize("algorithm", ["broadcast", "scatter_allgather"])
-@pytest.mark.parametrize("nbytes", [1, 64, 1000, 4096, 100_001])
+@pytest.mark.parametrize("nbytes", [1, 64, 12_288, 16_001, 100_001])
 def test_every_member_gets_every_byte(algorithm: str, nbytes: int) -> None:
     members = groups(3)
     sent = torch.arange(nbytes).to(torch.uint8)
@@ -96,8 +97,8 @@ def test_every_member_gets_every_byte(algorithm: str, nbytes: int) -> None:
     def take_part(rank: int) -> None:
         works = Works(members[rank], algorithm)
         try:
-            for start in range(0, nbytes, 4096):
-                for _ in works.post(buffers[rank][start : start + 4096]):
+            for start in range(0, nbytes, 16_001):
+                for _ in works.post(buffers[rank][start : start + 16_001]):
                     pass
                 while works.full:
                     works.wait(0.02)
@@ -113,3 +114,16 @@ def test_every_member_gets_every_byte(algorithm: str, nbytes: int) -> None:
         thread.join(20)
     assert not errors
     assert all(torch.equal(buffer, sent) for buffer in buffers)
+
+
+def test_a_generation_that_ends_while_members_connect() -> None:
+    """The store's error is an exception of Python's in a thread of Gloo's: a second look at it ends the process."""
+    boards = Table(2).boards
+    group = GlooGroup(boards[0], "127.0.0.1", "", 0, 2, 10.0)
+    works = Works(group, "broadcast")
+    for _ in works.post(torch.zeros(1000)):
+        pass
+    assert not works.wait(0.02), "the other one is not there"
+    boards[0].end("worker 'w' is gone")
+    with pytest.raises(GroupError, match="'w' is gone"):
+        works.wait(10.0)

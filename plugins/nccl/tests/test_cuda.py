@@ -31,7 +31,8 @@ def on(device: str, version: int, size: int = 10_000) -> dict[str, torch.Tensor]
 
 def test_a_nccl_group_can_be_made_used_and_aborted() -> None:
     from weightwire_nccl.board import Board
-    from weightwire_nccl.groups import NcclGroup, Works
+    from weightwire_nccl.groups import NcclGroup
+    from weightwire_nccl.works import Works
 
     group = NcclGroup(Board(lambda *_: None), "cuda:0", 0, 1, 20.0)
     data = torch.arange(1 << 20, device="cuda:0").to(torch.uint8)
@@ -101,7 +102,7 @@ def test_from_one_gpu_to_another(make_rig: Make, algorithm: str, apply: str) -> 
     for version in (1, 2, 3):
         updater.push(on("cuda:0", version))
         assert receiver.pull(20.0) == seen({k: v.cpu() for k, v in policy.items()}) == version
-    assert {group.engine for group in updater._sender._generations.all()} == {"nccl"}  # type: ignore[attr-defined]
+    assert {group.engine for group in updater._sender._crews.all()} == {"nccl"}  # type: ignore[attr-defined]
 
 
 @two

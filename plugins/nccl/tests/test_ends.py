@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -19,8 +20,9 @@ from weightwire.testing.rig import took
 from weightwire.testing.states import counters
 from weightwire.transport import NOW, Deadline, Have, Joined, Left, Lost, Staged, Version
 from weightwire.wire import encode_event
+from weightwire_nccl.link import Link
+from weightwire_nccl.messages import Accepted, Challenge, Goodbye, Hello
 from weightwire_nccl.options import NcclOptions
-from weightwire_nccl.protocol import Accepted, Challenge, Goodbye, Hello, Link
 from weightwire_nccl.receiver import NcclReceiver
 from weightwire_nccl.sender import NcclSender
 
@@ -51,7 +53,7 @@ def joined(gather: Gather, sender: NcclSender, *names: str) -> None:
 @pytest.mark.parametrize("algorithm", ["broadcast", "scatter_allgather"])
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "no keep"])
 def test_versions_arrive_in_many_buckets(bench: Bench, gather: Gather, read: Read, algorithm: str, keep: bool) -> None:
-    sender = bench.sender(bucket=4096, algorithm=algorithm, keep=keep)
+    sender = bench.sender(bucket=16384, algorithm=algorithm, keep=keep)
     receivers = [bench.receiver(name) for name in "ab"]
     joined(gather, sender, "a", "b")
     have = Have()
@@ -62,7 +64,7 @@ def test_versions_arrive_in_many_buckets(bench: Bench, gather: Gather, read: Rea
         for delivery in deliveries:
             delivery.release()
         have = Have(stamp, stamp, stamp)
-    assert {group.engine for group in sender._generations.all()} == {"gloo"}
+    assert {group.engine for group in sender._crews.all()} == {"gloo"}
 
 
 def test_staged_is_said_when_all_bytes_are_there(bench: Bench, gather: Gather, read: Read) -> None:
@@ -175,8 +177,8 @@ def test_pushes_to_some_use_groups_of_their_own_again(bench: Bench, gather: Gath
     assert read(found) in (2, 3)
     bench.stage(sender, 4)
     assert read(b.poll(Have(stamp, stamp, stamp), soon())) == 4
-    assert [len(group.peers) for group in sender._generations.all()] == [1, 2]
-    assert sorted(group.number for group in sender._generations.all()) == [1, 2], "none was made twice"
+    assert [len(group.peers) for group in sender._crews.all()] == [1, 2]
+    assert sorted(group.number for group in sender._crews.all()) == [1, 2], "none was made twice"
 
 
 def test_groups_change_with_the_workers(bench: Bench, gather: Gather, read: Read) -> None:
@@ -189,7 +191,7 @@ def test_groups_change_with_the_workers(bench: Bench, gather: Gather, read: Read
     with took(at_most=3.0):
         second = bench.stage(sender, 2)
     assert read(a.poll(Have(), soon())) in (1, 2)
-    assert [len(group.peers) for group in sender._generations.all()] == [1]
+    assert [len(group.peers) for group in sender._crews.all()] == [1]
     c = bench.receiver("c")
     joined(gather, sender, "c")
     with took(at_most=3.0):
@@ -230,13 +232,11 @@ def test_a_worker_follows_the_next_updater(bench: Bench, gather: Gather, read: R
 
 def _die(sender: NcclSender) -> None:
     """Let the connections end without a goodbye, as SIGKILL does."""
-    with sender._changed:
-        for peer in list(sender._peers):
-            sender._drop(peer, "a test")
-    sender._closed = True
-    sender._closing = NOW
-    sender._ring()
-    sender._thread.join(5)
+    service = sender._service
+    with sender._hall.lock:
+        for peer in list(service._peers):
+            service._drop(peer, "a test")
+    sender.close(NOW)
 
 
 def test_a_worker_needs_a_port(bench: Bench) -> None:
@@ -394,7 +394,7 @@ def test_a_push_that_is_kept_needs_nobody(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_without_a_copy_a_failed_push_says_so(bench: Bench, gather: Gather, monkeypatch: pytest.MonkeyPatch) -> None:
-    import weightwire_nccl.sender as module
+    import weightwire_nccl.crews as module
     from weightwire_nccl.groups import GroupError
 
     def fail(*_: Any) -> None:
@@ -419,3 +419,24 @@ def test_a_worker_that_dies_is_lost_at_once(bench: Bench, gather: Gather) -> Non
     with took(at_most=2.0):
         receiver._station._session.link._sock.shutdown(socket.SHUT_RDWR)
         gather(sender, lambda event: isinstance(event, Lost) and event.worker == "w")
+
+
+def test_the_engine_ends_when_an_end_closes(bench: Bench, gather: Gather, read: Read) -> None:
+    """Not when the interpreter does: an engine's thread that comes home only then ends the process by abort."""
+    process = psutil.Process()
+    gc.collect()
+    gc.disable()
+    try:
+        before = process.num_threads()
+        sender, receiver = bench.sender(), bench.receiver()
+        joined(gather, sender, "w")
+        bench.stage(sender, 1)
+        assert read(receiver.poll(Have(), soon())) == 1
+        assert process.num_threads() > before + 2, "the service threads, and the engine's"
+        sender.close(soon())
+        receiver.close(soon())
+        deadline = soon()
+        while process.num_threads() > before:  # a thread that was joined is gone a moment later
+            assert not deadline.expired
+    finally:
+        gc.enable()

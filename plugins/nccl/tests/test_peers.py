@@ -11,10 +11,10 @@ import pytest
 from weightwire.errors import EndpointError
 from weightwire.transport import Joined
 from weightwire_nccl.board import Board
+from weightwire_nccl.link import LIMIT, Link
 from weightwire_nccl.peers import Generation, Generations, Peer, engine_for
 from weightwire_nccl.place import address_of, location_of
 from weightwire_nccl.pool import Pool
-from weightwire_nccl.protocol import LIMIT, Link
 
 Make = Callable[[str], Peer]
 

@@ -9,7 +9,8 @@ import pytest
 
 from weightwire.errors import WireError
 from weightwire.transport import Version
-from weightwire_nccl.protocol import LIMIT, SHY, Chunk, Go, Goodbye, Key, Link, Message, Plan, Ready
+from weightwire_nccl.link import LIMIT, SHY, Chunk, Link
+from weightwire_nccl.messages import Go, Goodbye, Key, Message, Plan, Ready
 
 
 @pytest.fixture

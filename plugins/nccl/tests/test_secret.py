@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,15 @@ def test_tokens_that_are_none(tmp_path: Path, content: bytes) -> None:
         read_token(str(file))
     with pytest.raises(EndpointError, match="cannot be read"):
         read_token(str(tmp_path / "missing"))
+
+
+def test_tokens_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("pipe", ".", "nul\0"):
+        with pytest.raises(EndpointError):
+            read_token(f"{tmp_path}/{path}")
+
+
+def test_a_token_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_TOKEN", os.fsdecode(b"\xff\xfe" * 10))
+    assert read_token("") == b"\xff\xfe" * 10

@@ -13,8 +13,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from weightwire import WeightReceiver, WeightUpdater
-from weightwire.errors import WeightwireError
-from weightwire.testing.states import counters
+from weightwire.errors import UpdaterLostError, WaitTimeout, WeightwireError
+from weightwire.testing.states import counters, seen
 
 STORE = 512 << 20
 QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
@@ -71,21 +71,35 @@ def opened() -> Iterator[Callable[[Any], Any]]:
 
 @pytest.fixture
 def updater(place: str, opened: Callable[[Any], Any]) -> WeightUpdater:
-    return opened(WeightUpdater(place, timeout=20))
+    return opened(WeightUpdater(place, timeout=60))
 
 
 class Worker:
     """A worker in an actor: its methods are what the tests ask for."""
 
-    def __init__(self, endpoint: str, name: str, tensors: int = 6, size: int = 512, **options: Any) -> None:
+    def __init__(self, *place: Any, **options: Any) -> None:
+        if place:  # so that it opens its receiver again when it is restarted
+            self.open(*place, **options)
+
+    def open(self, endpoint: str, name: str, tensors: int = 6, size: int = 512, **options: Any) -> None:
         self.policy = counters(0, tensors, size)
-        self.receiver = WeightReceiver(endpoint, self.policy, worker=name, timeout=20, **options)
+        self.receiver = WeightReceiver(endpoint, self.policy, worker=name, timeout=60, **options)
 
     def pull(self, timeout: float | None = None) -> int | None:
         return self.receiver.pull(timeout)
 
     def wait(self, version: int) -> int:
         return self.receiver.wait(version)
+
+    def follow(self, until: int) -> int:
+        """Look at the content again and again, until this version acts; how often."""
+        looks = 0
+        while self.receiver.version < until:
+            with contextlib.suppress(WaitTimeout, UpdaterLostError):
+                self.receiver.pull(1.0)
+            assert seen(self.policy) == self.receiver.version
+            looks += 1
+        return looks
 
     def look(self) -> dict[str, Any]:
         r = self.receiver
@@ -108,16 +122,37 @@ class Worker:
         os._exit(1)
 
 
+@pytest.fixture(scope="session")
+def idle(nodes: Cluster) -> Iterator[list[Any]]:
+    """Actors that have no receiver at the moment: to start one takes seconds, most of them Ray's and torch's."""
+    idle: list[Any] = []
+    yield idle
+    for handle in idle:
+        ray.kill(handle)
+
+
 @pytest.fixture
-def hire(cluster: str) -> Iterator[Callable[..., Any]]:
-    """``hire(endpoint, name)``: a worker in an actor of its own, which ends with the test."""
+def hire(idle: list[Any]) -> Iterator[Callable[..., Any]]:
+    """``hire(endpoint, name)``: a worker in an actor, which is an idle one unless ``actor`` has wishes."""
     hired: list[Any] = []
+    fresh: list[Any] = []
 
     def hire(endpoint: str, name: str, *args: Any, actor: dict[str, Any] | None = None, **options: Any) -> Any:
-        handle = ray.remote(Worker).options(**{"num_cpus": 0, **(actor or {})}).remote(endpoint, name, *args, **options)
+        if actor is not None:
+            handle = ray.remote(Worker).options(num_cpus=0, **actor).remote(endpoint, name, *args, **options)
+            fresh.append(handle)
+            return handle
+        handle = idle.pop() if idle else ray.remote(Worker).options(num_cpus=0).remote()
         hired.append(handle)
+        ray.get(handle.open.remote(endpoint, name, *args, **options), timeout=60)
         return handle
 
     yield hire
     for handle in hired:
+        try:
+            ray.get(handle.close.remote(), timeout=60)
+            idle.append(handle)
+        except ray.exceptions.RayError:  # it was to die in the test
+            ray.kill(handle)
+    for handle in fresh:
         ray.kill(handle)

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from random import Random
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -14,14 +16,14 @@ import ray
 from weightwire import WeightReceiver, WeightUpdater
 from weightwire.errors import EndpointInUseError, WaitTimeout, WorkerLostError
 from weightwire.testing.rig import took
-from weightwire.testing.states import counters
+from weightwire.testing.states import counters, seen
 from weightwire.testing.workers import until
 from weightwire_ray.engine import mailbox_name
 
 Hire = Callable[..., Any]
 
 
-def get(call: Any, timeout: float = 20.0) -> Any:
+def get(call: Any, timeout: float = 60.0) -> Any:
     return ray.get(call, timeout=timeout)
 
 
@@ -32,7 +34,7 @@ def mailbox(place: str) -> Any:
 def test_actors_and_a_task_take_what_is_pushed(place: str, updater: WeightUpdater, hire: Hire) -> None:
     @ray.remote(num_cpus=0)
     def task(endpoint: str) -> int:
-        with WeightReceiver(endpoint, counters(0), worker="task", timeout=20) as receiver:
+        with WeightReceiver(endpoint, counters(0), worker="task", timeout=60) as receiver:
             return receiver.wait(2)
 
     a, b, done = hire(place, "a"), hire(place, "b"), task.remote(place)
@@ -77,7 +79,7 @@ def test_a_restarted_actor_is_a_new_incarnation_and_not_ready_until_current(
         return now is not None and now.incarnation != before
 
     until(back, "the actor is back")
-    until(lambda: _answers(worker), "the actor answers", timeout=20)
+    until(lambda: _answers(worker), "the actor answers", timeout=60)
     assert get(worker.look.remote())["ready"] is False
     assert get(worker.pull.remote()) == 1
     with pytest.raises(WorkerLostError, match="w"):
@@ -143,6 +145,24 @@ def test_a_mailbox_that_dies_between_pushes_still_has_everything(
     assert get([a.pull.remote(), b.pull.remote()]) == [1, 2]
 
 
+def test_a_stopped_mailbox_costs_deadlines_and_nothing_else(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    worker = hire(place, "w")
+    updater.wait_for_workers(1)
+    updater.push(counters(1))
+    assert get(worker.pull.remote()) == 1
+    pid = get(mailbox(place).__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with took(at_most=5.0), pytest.raises(WaitTimeout, match="the mailbox"):
+            updater.push(counters(2), timeout=1.0)
+        assert get(worker.look.remote())["value"] == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert get(worker.wait.remote(2)) == 2, "it is told all the same"
+    updater.push(counters(3), wait="staged")
+    assert get(worker.wait.remote(3)) == 3
+
+
 def test_who_dies_together_with_the_mailbox_is_lost(place: str, updater: WeightUpdater, hire: Hire) -> None:
     victim, other = hire(place, "victim"), hire(place, "other")
     updater.wait_for_workers(2)
@@ -154,6 +174,25 @@ def test_who_dies_together_with_the_mailbox_is_lost(place: str, updater: WeightU
     with took(at_most=12.0), pytest.raises(WorkerLostError, match="victim"):
         updater.push(counters(1), wait="applied", timeout=12.0)
     assert get(pulling) == 1
+
+
+@pytest.mark.soak
+def test_mailboxes_die_again_and_again(place: str, updater: WeightUpdater, hire: Hire) -> None:
+    """At random moments of pushes and pulls: every version is whole, and the last one arrives."""
+    random = Random(7)
+    workers = [hire(place, f"w{i}") for i in range(2)]
+    updater.wait_for_workers(2)
+    following = [worker.follow.remote(400) for worker in workers]
+    for version in range(1, 400):
+        if version % 20 == 0:
+            killer = Timer(random.random() * 0.05, lambda: ray.kill(mailbox(place)))
+            killer.start()
+        updater.push(counters(version), wait=random.choice(["none", "none", "staged"]), on_lost="drop", timeout=30.0)
+        if version % 20 == 0:
+            killer.join()
+    updater.push(counters(400), on_lost="drop", timeout=30.0)
+    assert all(looks > 1 for looks in get(following))
+    assert updater.wait(400, on_lost="drop", timeout=30.0).receipts.keys() == {"w0", "w1"}
 
 
 def _mailbox_id(place: str) -> Any:
@@ -169,7 +208,7 @@ def test_a_second_updater_is_refused_until_the_first_is_dead(
     @ray.remote(num_cpus=0)
     class Trainer:
         def __init__(self, endpoint: str) -> None:
-            self.updater = WeightUpdater(endpoint, timeout=20)
+            self.updater = WeightUpdater(endpoint, timeout=60)
 
         def push(self, version: int) -> tuple[int, int]:
             return self.updater.push(counters(version)).version, self.updater.run
@@ -182,7 +221,7 @@ def test_a_second_updater_is_refused_until_the_first_is_dead(
     ray.kill(first)
     until(lambda: not get(worker.look.remote())["connected"], "the worker learns of it")
     assert get(worker.look.remote())["value"] == 1
-    second = opened(WeightUpdater(place, timeout=20))
+    second = opened(WeightUpdater(place, timeout=60))
     assert second.run > run
     second.push(counters(7))
     assert get(worker.pull.remote(10.0)) == 1, "the first version of its run"
@@ -199,13 +238,24 @@ def test_one_name_for_two_actors_is_refused(place: str, updater: WeightUpdater, 
 
 
 def test_an_empty_location_is_handed_on(hire: Hire, opened: Callable[[Any], Any], cluster: str) -> None:
-    one, two = opened(WeightUpdater("ray", timeout=20)), opened(WeightUpdater("ray", timeout=20))
+    one, two = opened(WeightUpdater("ray", timeout=60)), opened(WeightUpdater("ray", timeout=60))
     assert one.endpoint != two.endpoint
     worker = hire(one.endpoint, "w")
     one.push(counters(1))
     two.push(counters(2))
     assert get(worker.pull.remote()) == 1
     assert get(worker.look.remote())["value"] == 1
+
+
+def test_who_closes_while_it_joins_leaves(place: str, updater: WeightUpdater) -> None:
+    """At whatever point of its hello: nobody waits for it until its silence tells."""
+    updater.push(counters(1))
+    for delay in range(12):
+        receiver = WeightReceiver(place, counters(0), worker=f"w{delay}")
+        time.sleep(delay / 2000)  # wherever its thread is by then
+        receiver.close()
+    with took(at_most=5.0):
+        updater.push(counters(2), wait="applied", allow_empty=True)
 
 
 def test_goodbye_reaches_everybody(place: str, updater: WeightUpdater, hire: Hire) -> None:
@@ -216,6 +266,62 @@ def test_goodbye_reaches_everybody(place: str, updater: WeightUpdater, hire: Hir
     updater.close()
     for worker in workers:
         until(lambda w=worker: get(w.look.remote())["closed"], "the worker learns that it is over")  # type: ignore[misc]
+
+
+def test_namespaces_are_apart_and_a_mailbox_takes_no_cpu(
+    place: str, opened: Callable[[Any], Any], cluster: str
+) -> None:
+    cpus = ray.cluster_resources()["CPU"]
+    for number in (1, 2):
+        endpoint = f"{place}?namespace=n{number}"
+        updater, receiver = opened(WeightUpdater(endpoint, timeout=60)), opened(WeightReceiver(endpoint, counters(0)))
+        updater.wait_for_workers(1)
+        updater.push(counters(number))
+        receiver.pull()
+        assert seen(receiver.weights) == number
+        name = mailbox_name(place.removeprefix("ray://"))
+        assert ray.get_actor(name, namespace=f"n{number}")
+    until(lambda: ray.available_resources()["CPU"] == cpus, "no CPU is taken")
+
+
+class Squatter:
+    def here(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_of_that_name_that_is_no_mailbox(place: str, opened: Callable[[Any], Any]) -> None:
+    name = mailbox_name(place.removeprefix("ray://"))
+    squatter = ray.remote(Squatter).options(name=name, namespace="weightwire", num_cpus=0).remote()
+    with took(at_most=10.0), pytest.raises(EndpointInUseError, match="not Weightwire's"):
+        WeightUpdater(place, timeout=60)
+    receiver = opened(WeightReceiver(place, counters(0)))
+    with pytest.raises(WaitTimeout, match="not Weightwire's"):
+        receiver.pull(1.0)
+    assert get(squatter.here.remote()), "it was left alone"
+    ray.kill(squatter)
+    until(lambda: _mailbox_id(place) is None, "it is gone")
+    updater = opened(WeightUpdater(place, timeout=60))
+    updater.push(counters(1))
+    assert receiver.pull(30.0) == 1
+
+
+@pytest.mark.parametrize("event", [b"", b"\x80\x04.", b"\xff" * 100])
+def test_what_is_no_event_is_dropped(
+    place: str, updater: WeightUpdater, opened: Callable[[Any], Any], event: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody in the cluster calls the mailbox."""
+    receiver = opened(WeightReceiver(place, counters(0), worker="w"))
+    updater.wait_for_workers(1)
+    box = mailbox(place)
+    get(box.report.remote("w", receiver._incarnation, event))
+    get(box.report.remote("nobody", 1, event))
+    with pytest.raises(ray.exceptions.RayTaskError):
+        get(box.report.remote("w", receiver._incarnation, {"not": event}))
+    until(lambda: updater.workers and "malformed" in caplog.text, "it is told in the log")
+    updater.push(counters(1))
+    assert receiver.pull(30.0) == 1
+    assert updater.wait(1).receipts["w"].state == "applied"
 
 
 def test_nothing_new_is_one_look_at_an_attribute(

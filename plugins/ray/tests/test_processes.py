@@ -38,10 +38,10 @@ def test_looking_at_the_plugin_imports_neither_ray_nor_torch() -> None:
         from weightwire.registry import open_backend
         info = open_backend(parse("ray://policy")).info
         heavy = [name for name in ("ray", "torch", "numpy") if name in sys.modules]
-        print(info.pickles, sorted(info.capabilities), heavy)
+        print(info.pickles, info.capabilities >= {"alias", "hosts", "late_join", "processes", "subset_workers"}, heavy)
         """
     )
-    assert said.strip() == "engine ['alias', 'hosts', 'late_join', 'processes', 'subset_workers'] []"
+    assert said.strip() == "engine True []"
 
 
 def test_no_end_starts_ray() -> None:
@@ -69,8 +69,8 @@ def test_nothing_starts_ray_again_after_its_shutdown(cluster: str) -> None:
         from weightwire.errors import ClosedError, UpdaterLostError
         from weightwire.testing.states import counters, seen
         ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logging_level="ERROR")
-        updater = WeightUpdater("ray://shutdown", timeout=20)
-        receiver = WeightReceiver("ray://shutdown?alias=force", counters(0), apply="alias", timeout=20)
+        updater = WeightUpdater("ray://shutdown", timeout=60)
+        receiver = WeightReceiver("ray://shutdown?alias=force", counters(0), apply="alias", timeout=60)
         updater.wait_for_workers(1)
         updater.push(counters(1))
         receiver.pull()
@@ -88,6 +88,11 @@ def test_nothing_starts_ray_again_after_its_shutdown(cluster: str) -> None:
         updater.close(), receiver.close()
         time.sleep(0.1)
         print(ray.is_initialized(), [t.name for t in threading.enumerate() if "weightwire" in t.name])
+        ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        with WeightUpdater("ray://shutdown", timeout=60) as updater:
+            with WeightReceiver("ray://shutdown", counters(0), timeout=60) as receiver:
+                updater.push(counters(7))
+                print(receiver.pull(), seen(receiver.weights))
         """,
         cluster,
     )
@@ -97,7 +102,41 @@ def test_nothing_starts_ray_again_after_its_shutdown(cluster: str) -> None:
         "lost True",
         "True False",
         "False []",
+        "1 7",
     ]
+
+
+def test_a_shutdown_amid_pushes_and_pulls_is_a_typed_error(cluster: str) -> None:
+    """Whatever Ray raises then, in whichever of our threads."""
+    said = run(
+        """
+        import logging, sys, threading
+        import ray
+        from weightwire import WeightReceiver, WeightUpdater
+        from weightwire.errors import ClosedError, UpdaterLostError, WaitTimeout
+        from weightwire.testing.states import counters, seen
+        logging.basicConfig(level=logging.WARNING)
+        for round_ in range(3):
+            ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logging_level="ERROR")
+            updater = WeightUpdater("ray://amid", timeout=60)
+            receiver = WeightReceiver("ray://amid", counters(0, 6, 100_000), timeout=60)
+            updater.push(counters(1, 6, 100_000))
+            receiver.pull()
+            timer = threading.Timer(0.05 + 0.03 * round_, ray.shutdown)
+            timer.start()
+            try:
+                while True:
+                    updater.push(counters(1, 6, 100_000), wait="none")
+                    receiver.pull(0.0)
+            except ClosedError:
+                print("closed")
+            timer.join()
+            receiver.close(), updater.close()
+            print(ray.is_initialized(), seen(receiver.weights))
+        """,
+        cluster,
+    )
+    assert said.splitlines() == ["closed", "False 1"] * 3
 
 
 def test_a_driver_that_ends_says_goodbye(cluster: str, place: str) -> None:
@@ -105,7 +144,7 @@ def test_a_driver_that_ends_says_goodbye(cluster: str, place: str) -> None:
     from weightwire.testing.states import counters
     from weightwire.testing.workers import until
 
-    with WeightUpdater(place, timeout=20) as updater:
+    with WeightUpdater(place, timeout=60) as updater:
         updater.push(counters(1))
         run(
             """
@@ -130,7 +169,7 @@ def test_a_full_store_is_a_typed_error_and_the_old_version_lives_on() -> None:
             address="local", num_cpus=1, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False,
             configure_logging=False, logging_level="ERROR", _system_config=full,
         )
-        updater, receiver = WeightUpdater("ray://full", timeout=20), WeightReceiver("ray://full", timeout=20)
+        updater, receiver = WeightUpdater("ray://full", timeout=60), WeightReceiver("ray://full", timeout=60)
         updater.push({"a": torch.ones(10)})
         receiver.pull()
         try:

@@ -11,13 +11,18 @@ import pytest
 import ray
 import torch
 from ray._private import state  # the figure that `ray status` shows has no public function
+from ray.cluster_utils import Cluster
 
 from weightwire import WeightReceiver, WeightUpdater
-from weightwire.testing.states import counters, snapshot
+from weightwire.errors import DigestError, RefusedError, WorkerLostError
+from weightwire.testing.rig import took
+from weightwire.testing.states import counters, seen, snapshot
 from weightwire.testing.workers import until
-from weightwire.weights.arrays import array_of, tensor_of
+from weightwire.weights.digest import digest_of
+from weightwire_ray.store import stretches_of
 
 MB = 1 << 20
+HERE = {"resources": {"node:__internal_head__": 0.001}}
 
 
 def used() -> int:
@@ -28,7 +33,7 @@ def used() -> int:
     return int(total - free)
 
 
-@pytest.mark.parametrize("apply", ["copy", "alias"])
+@pytest.mark.parametrize("apply", ["copy", pytest.param("alias", marks=pytest.mark.soak)])
 def test_the_store_stays_flat(place: str, updater: WeightUpdater, hire: Callable[..., Any], apply: str) -> None:
     """40 pushes of 25 MB: 1 GB in a store of half a GB, without spilling."""
     size = 1_000_000
@@ -47,6 +52,7 @@ def test_the_store_stays_flat(place: str, updater: WeightUpdater, hire: Callable
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_two_hundred_pushes_of_a_hundred_megabytes_to_four_actors(place: str, updater: WeightUpdater) -> None:
     state_ = {f"t{i}": torch.full((2_500_000,), 0.0) for i in range(10)}
     workers = [Owning.remote(place, f"w{i}") for i in range(4)]
@@ -78,7 +84,7 @@ class Owning:
 
 
 def test_large_states_go_in_several_buckets(place: str, opened: Callable[[Any], Any]) -> None:
-    updater = opened(WeightUpdater(f"{place}?bucket=1MiB", timeout=20))
+    updater = opened(WeightUpdater(f"{place}?bucket=1MiB", timeout=60))
     receiver = opened(WeightReceiver(place))
     sent = {
         "large": torch.randn(3, 1 << 19),
@@ -90,6 +96,50 @@ def test_large_states_go_in_several_buckets(place: str, opened: Callable[[Any], 
     updater.push(sent)
     receiver.pull()
     assert snapshot(receiver.weights) == snapshot(sent)
+
+
+def test_bytes_that_leave_the_node_are_checked(
+    place: str, opened: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``digest="auto"``; a worker of this node does not look at them again."""
+    updater = opened(WeightUpdater(f"{place}?bucket=1MiB", timeout=60))
+    near = opened(WeightReceiver(place, counters(0, 6, 1 << 17), worker="near"))
+    far = opened(WeightReceiver(place, counters(0, 6, 1 << 17), worker="far"))
+    far._receiver._engine.node = "elsewhere"
+    updater.push(counters(1, 6, 1 << 17))
+    assert [near.pull(30.0), far.pull(30.0)] == [1, 1]
+    receipts = updater.wait(1).receipts
+    state = list(counters(1, 6, 1 << 17).values())
+    assert (receipts["near"].digest, receipts["far"].digest) == (
+        "",
+        digest_of(t.view(torch.uint8) for t in state).hex(),
+    )
+    monkeypatch.setattr("weightwire_ray.receiver.stretches_of", flipped)
+    updater.push(counters(2, 6, 1 << 17))
+    with pytest.raises(DigestError, match="version 2"):
+        far.pull(30.0)
+    assert (far.version, seen(far.weights)) == (1, 1)
+    with pytest.raises(RefusedError, match="far"):
+        updater.wait(2, workers=["far"])
+
+
+def flipped(buckets: Any, layout: Any) -> Any:
+    stretches = [stretch.copy() for stretch in stretches_of(buckets, layout)]
+    stretches[-1][0] ^= 1
+    return stretches
+
+
+@pytest.mark.parametrize("asked", ["on", "off"])
+def test_digests_are_for_all_or_for_nobody_where_that_was_asked_for(
+    place: str, opened: Callable[[Any], Any], asked: str
+) -> None:
+    updater = opened(WeightUpdater(place, digest=asked, timeout=60))
+    receivers = [opened(WeightReceiver(place, counters(0), worker=name)) for name in ("near", "far")]
+    receivers[1]._receiver._engine.node = "elsewhere"
+    updater.push(counters(1))
+    assert [receiver.pull(30.0) for receiver in receivers] == [1, 1]
+    receipts = updater.wait(1).receipts.values()
+    assert [bool(receipt.digest) for receipt in receipts] == [asked == "on"] * 2
 
 
 def test_memory_lives_as_long_as_the_tensors_over_it(place: str, updater: WeightUpdater) -> None:
@@ -114,13 +164,14 @@ def test_each_node_receives_a_version_once(
     size = 2_000_000
     nbytes = sum(tensor.nbytes for tensor in counters(0, 4, size).values())
     workers = [hire(place, f"far{i}", 4, size, actor={"resources": {"far": 1}}, apply="alias") for i in range(4)]
-    near = hire(place, "near", 4, size)
+    near = hire(place, "near", 4, size, actor=HERE)
     updater.wait_for_workers(5, timeout=40)
     before = stored(far)
     updater.push(counters(1, 4, size))
     assert ray.get([worker.pull.remote(20.0) for worker in [*workers, near]], timeout=60) == [1] * 5
     moved = stored(far) - before
-    assert nbytes <= moved < 1.5 * nbytes, f"{moved} bytes for a payload of {nbytes}"
+    print(f"{moved} bytes came to the other node for its four workers, of a payload of {nbytes}")
+    assert nbytes <= moved < 1.5 * nbytes
 
 
 def stored(node: Any) -> int:
@@ -140,21 +191,21 @@ def test_an_actor_of_another_node_dies(far: Any, place: str, updater: WeightUpda
     assert time.monotonic() - begun < 5
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_arrays_leave_a_tensors_storage_as_it_is() -> None:
-    tensor = torch.arange(10, dtype=torch.uint8)
-    array = array_of(tensor)
-    assert array.tolist() == tensor.tolist()
-    del array
-    tensor.untyped_storage().resize_(0)
-
-
-def test_read_only_arrays_become_tensors_without_a_warning() -> None:
-    array = array_of(torch.arange(10, dtype=torch.uint8)).copy()
-    array.flags.writeable = False
-    tensor = tensor_of(array)
-    del array
-    assert tensor.tolist() == list(range(10))
-    assert tensor_of(array_of(torch.empty(0, dtype=torch.uint8))).numel() == 0
+@pytest.mark.soak
+def test_a_node_is_lost(
+    nodes: Cluster, place: str, updater: WeightUpdater, hire: Callable[..., Any], cluster: str
+) -> None:
+    node = nodes.add_node(num_cpus=1, object_store_memory=128 * MB, resources={"doomed": 2})
+    try:
+        doomed = [hire(place, name, actor={"resources": {"doomed": 1}}) for name in ("a", "b")]
+        near = hire(place, "near", actor=HERE)
+        updater.wait_for_workers(3)
+        updater.push(counters(1))
+        assert ray.get([worker.pull.remote(20.0) for worker in (*doomed, near)], timeout=60) == [1] * 3
+    finally:
+        nodes.remove_node(node, allow_graceful=False)
+    following = near.follow.remote(2)
+    with took(at_most=20.0), pytest.raises(WorkerLostError, match=r"'a'.*'b'|'b'.*'a'"):
+        updater.push(counters(2), wait="applied", timeout=25.0)
+    ray.get(following, timeout=60)
+    assert set(updater.workers) == {"near"}

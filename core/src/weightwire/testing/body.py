@@ -55,7 +55,7 @@ class Followed:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds. ``shared`` and ``rss`` are bytes."""
+    """What a process holds. ``shared``: bytes that it maps shared; ``rss``: bytes of its own that are resident."""
 
     fds: int
     threads: int
@@ -66,7 +66,10 @@ class Usage:
     def now(cls) -> Usage:
         gc.collect()
         process = psutil.Process()
-        return cls(process.num_fds(), process.num_threads(), _shared_bytes(), process.memory_info().rss)
+        memory = process.memory_info()
+        # Of a large shared store (Ray's) more and more pages show as resident, which is no memory of this process.
+        rss = memory.rss - getattr(memory, "shared", 0)
+        return cls(process.num_fds(), process.num_threads(), _shared_bytes(), rss)
 
 
 def _shared_bytes() -> int:

@@ -19,7 +19,7 @@ def weightwire_backend() -> BackendInfo:
     """Claims; light enough to be called without torch."""
     return BackendInfo(
         summary="between processes and hosts, broadcast by NCCL (GPUs) or Gloo (CPUs)",
-        capabilities=frozenset({"processes", "hosts", "alias", "late_join", "subset_workers", "cuda"}),
+        capabilities=frozenset({"processes", "hosts", "alias", "late_join", "stream", "subset_workers", "cuda"}),
         options=NcclOptions,
         location="host:port",
     )

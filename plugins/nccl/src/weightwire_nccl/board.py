@@ -15,8 +15,8 @@ __all__ = ["Board", "BrokenBoard"]
 
 SLICE = 0.05
 """Seconds after which a wait looks whether it has to go on, at the latest."""
-MOST, LARGEST = 1 << 12, 1 << 16
-"""Keys, and bytes of one: far more than an engine needs, and no way to fill the trainer's memory."""
+MOST, LARGEST, ROOM = 1 << 12, 1 << 16, 8 << 20
+"""Keys, and bytes of one and of all: far more than an engine needs, and no way to fill the trainer's memory."""
 
 
 class BrokenBoard(RuntimeError):
@@ -45,7 +45,9 @@ class Board:
         self._thread = threading.get_ident()
         self._values: dict[str, bytes] = {}
         self._sums: dict[str, int] = {}
-        self._changed = threading.Condition()
+        self._taken = 0
+        self._lock = threading.RLock()  # "with" a Condition is Python code: Ctrl-C in it would leave it locked
+        self._changed = threading.Condition(self._lock)
         self._broken = ""
 
     def set(self, key: str, value: bytes) -> None:
@@ -55,9 +57,11 @@ class Board:
 
     def learn(self, key: str, value: bytes) -> None:
         """Another member has set a key."""
-        if len(key) > LARGEST or len(value) > LARGEST or len(self._values) >= MOST:
+        size = len(key) + len(value)
+        if size > LARGEST or self._taken + size > ROOM or len(self._values) >= MOST:
             raise BrokenBoard(f"key {key[:100]!r} of {len(value)} bytes is more than an engine needs")
-        with self._changed:
+        with self._lock:
+            self._taken += size
             self._values[key] = value
             self._changed.notify_all()
 
@@ -68,7 +72,9 @@ class Board:
         """Add to the number that all members share under this key; the sum."""
         if self._add is not None:
             return self._add(key, amount)
-        with self._changed:
+        if len(key) > LARGEST or len(self._sums) >= MOST:
+            raise BrokenBoard(f"sum {key[:100]!r} is one more than an engine needs")
+        with self._lock:
             self._sums[key] = self._sums.get(key, 0) + amount
             return self._sums[key]
 
@@ -91,7 +97,7 @@ class Board:
             if self._pump is not None and threading.get_ident() == self._thread:
                 self._pump(SLICE)
                 continue
-            with self._changed:
+            with self._lock:
                 if not there() and not self._broken:
                     self._changed.wait(SLICE)
 
@@ -102,6 +108,6 @@ class Board:
 
     def end(self, why: str) -> None:
         """Give the generation up: whoever waits stops."""
-        with self._changed:
+        with self._lock:
             self._broken = self._broken or why
             self._changed.notify_all()

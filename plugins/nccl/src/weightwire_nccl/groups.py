@@ -1,8 +1,4 @@
-"""Process groups of our own: Gloo or NCCL, built directly on a board, beside and without the user's default group.
-
-A group that fails is never waited for and never used again. Its works may go on for a while, with the buffers that they
-read and write; :class:`Graveyard` holds all of them until they have ended.
-"""
+"""Process groups of our own: Gloo or NCCL, built directly on a board, beside and without the user's default group."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,22 +21,10 @@ if TYPE_CHECKING:
 
     from weightwire_nccl.board import Board
 
-__all__ = [
-    "GlooGroup",
-    "Graveyard",
-    "Group",
-    "GroupError",
-    "NcclGroup",
-    "Works",
-    "device_of",
-    "gpu_label",
-]
+__all__ = ["GlooGroup", "Group", "GroupError", "NcclGroup", "device_of", "gpu_label"]
 
 c10d: Any = distributed_c10d  # torch types these in parts only
 _cuda: Any = torch.cuda
-IN_FLIGHT = 3
-"""Buckets under way at once: while one is sent, the next is packed, and the engine has another to begin with."""
-ALIGN = 64
 
 
 class GroupError(RuntimeError):
@@ -53,6 +36,9 @@ class Group(ABC):
 
     rank: int
     size: int
+    patience = 0.0
+    """Seconds after which another member's work in a group that failed is over, at the latest."""
+    _scratch: Tensor | None = None
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Any:
@@ -63,8 +49,15 @@ class Group(ABC):
         """Post: rank ``n`` gets ``parts[n]`` of rank 0 in ``part``."""
 
     @abstractmethod
-    def gather(self, whole: Tensor, part: Tensor) -> Any:
-        """Post: everybody gets the parts of all in ``whole``."""
+    def gather(self, parts: Sequence[Tensor], part: Tensor) -> Any:
+        """Post: everybody gets the ``part`` of rank ``n`` in ``parts[n]``."""
+
+    def scratch(self, count: int, like: Tensor) -> list[Tensor]:
+        """So many tensors that nobody reads, kept from push to push. Works that go on together may share them."""
+        nbytes = count * like.numel()
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=like.dtype, device=like.device)
+        return list(torch.split(self._scratch[:nbytes], like.numel()))
 
     @abstractmethod
     def ended(self, work: Any) -> bool:
@@ -89,93 +82,11 @@ class Group(ABC):
         """Never run the engine's destructor: it would wait for threads that are not there, or for works that hang."""
 
 
-class Works:
-    """The works of one version over one group, a few at a time.
-
-    ``scatter_allgather`` cuts each bucket into as many parts as there are members. The parts are scattered, then
-    gathered by all, so that what the trainer sends does not grow with the number of workers; the rest that does not
-    divide evenly is broadcast.
-    """
-
-    def __init__(self, group: Group, algorithm: str) -> None:
-        self.group = group
-        self._cut = algorithm == "scatter_allgather"
-        self._posted: deque[list[Any]] = deque()
-
-    @property
-    def full(self) -> bool:
-        return len(self._posted) >= IN_FLIGHT
-
-    def __bool__(self) -> bool:
-        return bool(self._posted)
-
-    def post(self, bucket: Tensor) -> Iterator[None]:
-        """Post a bucket; yields whenever a step has to be waited for before the next can be posted."""
-        group = self.group
-        works: list[Any] = []
-        even = bucket.numel() // (group.size * ALIGN) * ALIGN if self._cut else 0
-        self._posted.append(works)
-        if even:
-            whole = bucket[: even * group.size]
-            parts = list(torch.split(whole, even))
-            scattered = group.scatter(parts[group.rank], parts if group.rank == 0 else ())
-            works.append(scattered)
-            while not group.wait(scattered, 0.02):
-                yield
-            # What the trainer keeps is never written again, not even with what should be the same bytes.
-            into = whole if group.rank else torch.empty_like(whole)
-            works[0] = group.gather(into, parts[group.rank].clone())
-        if even * group.size < bucket.numel():
-            works.append(group.broadcast(bucket[even * group.size :]))
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the oldest bucket; whether it is through. Raises :class:`GroupError`."""
-        works = self._posted[0]
-        while works:
-            if not self.group.wait(works[0], seconds):
-                return False
-            works.pop(0)
-        self._posted.popleft()
-        return True
-
-    @property
-    def ended(self) -> bool:
-        return all(self.group.ended(work) for works in self._posted for work in works)
-
-
-class Graveyard:
-    """Groups that failed, with all that their works still hold."""
-
-    def __init__(self) -> None:
-        self._graves: list[tuple[Group, Works | None, object]] = []
-
-    def bury(self, group: Group, works: Works | None, held: object) -> None:
-        """Keep ``group`` and ``held`` until the works have ended."""
-        group.abort()
-        self._graves.append((group, works, held))
-        self.sweep()
-
-    def sweep(self) -> bool:
-        """Let go what can go; whether nothing is left."""
-        self._graves = [grave for grave in self._graves if grave[1] is not None and not grave[1].ended]
-        return not self._graves
-
-    def close(self, seconds: float) -> None:
-        """Wait that long for the last works, then leave the rest to the end of the process."""
-        until = time.monotonic() + seconds
-        while not self.sweep() and time.monotonic() < until:
-            time.sleep(0.01)
-        self.leak()
-
-    def leak(self) -> None:
-        for group, works, held in self._graves:
-            group.leak()
-            for thing in (works, held):
-                forks.keep(thing)
-        self._graves = []
-
-
 # -- Gloo --------------------------------------------------------------------------------------------------------------
+
+
+_SLICE_IS_OVER = "Operation timed out!"
+"""What torch says where a wait, not the work itself, was too long."""
 
 
 def _gloo_device(host: str, interface: str) -> Any:
@@ -207,6 +118,7 @@ class GlooGroup(Group):
 
     def limit(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
+        self.patience = timeout + 1.0
 
     def broadcast(self, tensor: Tensor) -> Any:
         options = c10d.BroadcastOptions()
@@ -219,10 +131,10 @@ class GlooGroup(Group):
         options.rootRank = 0
         return self._group.scatter([part], [list(parts)] if parts else [], options)
 
-    def gather(self, whole: Tensor, part: Tensor) -> Any:
+    def gather(self, parts: Sequence[Tensor], part: Tensor) -> Any:
         options = c10d.AllgatherOptions()
         options.timeout = self._timeout
-        return self._group.allgather([list(torch.split(whole, part.numel()))], [part], options)
+        return self._group.allgather([list(parts)], [part], options)
 
     def ended(self, work: Any) -> bool:
         return bool(work.is_completed())
@@ -230,20 +142,23 @@ class GlooGroup(Group):
     def wait(self, work: Any, seconds: float) -> bool:
         try:
             work.wait(timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
+        except RuntimeError as exc:
             if not work.is_completed():  # only this slice of time is over
                 return False
-            return self._outcome(work)
+            if _SLICE_IS_OVER not in str(exc):
+                # Never wait for it again: an error of the store's is an exception of Python's, and torch ends the
+                # process where one is raised a second time.
+                raise GroupError(f"Gloo: {exc}") from exc
+            self._outcome(work)
         return True
 
     @staticmethod
-    def _outcome(work: Any) -> bool:
-        """Of a work that has ended, perhaps just after the wait for it had."""
+    def _outcome(work: Any) -> None:
+        """Of a work that has ended just after the wait for it had."""
         try:
             work.wait()
         except RuntimeError as exc:
             raise GroupError(f"Gloo: {exc}") from exc
-        return True
 
     def leak(self) -> None:
         forks.keep(self._group)
@@ -310,8 +225,8 @@ class NcclGroup(Group):
         options.rootRank = 0
         return self._post(lambda: self._group.scatter([part], [list(parts)] if parts else [], options))
 
-    def gather(self, whole: Tensor, part: Tensor) -> Any:
-        return self._post(lambda: self._group._allgather_base(whole, part))
+    def gather(self, parts: Sequence[Tensor], part: Tensor) -> Any:
+        return self._post(lambda: self._group.allgather([list(parts)], [part]))
 
     def _post(self, call: Any) -> Any:
         torch.cuda.set_device(self._device)

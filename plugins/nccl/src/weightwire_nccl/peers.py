@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.transport import Have, Joined, Version
+from weightwire_nccl.bell import Bell
 from weightwire_nccl.secret import fresh_nonce
 
 if TYPE_CHECKING:
     from weightwire_nccl.board import Board
     from weightwire_nccl.groups import Group
+    from weightwire_nccl.link import Link
     from weightwire_nccl.pool import Lease
-    from weightwire_nccl.protocol import Link
 
-__all__ = ["Generation", "Generations", "Kept", "Peer", "Transfer", "engine_for"]
+__all__ = ["Generation", "Generations", "Hall", "Kept", "Peer", "Transfer", "engine_for"]
+
+
+class Hall:
+    """What the thread that pushes and the service thread share.
+
+    ``lock`` guards everything that both know: the workers, what each was told and has said, groups, what is kept. No
+    wait for a worker happens under it but ``changed.wait``.
+    """
+
+    def __init__(self, place: str, logger: logging.Logger) -> None:
+        self.place = place
+        self.logger = logger
+        self.lock = threading.RLock()  # "with" a Condition is Python code: Ctrl-C in it would leave it locked
+        self.changed = threading.Condition(self.lock)
+        self.bell = Bell()
+        """Has the service thread send what was queued."""
+        self.workers: dict[str, Peer] = {}
+        self.rounds = itertools.count(1)
 
 
 class Kept(NamedTuple):
@@ -55,6 +77,9 @@ class Peer:
         self.ready = self.got = self.trouble = 0  # the last round of which it said so
         self.reason = ""
         self.transfer: Transfer | None = None
+        self.streams = False
+        self.offers: dict[int, Kept] = {}  # what it may fetch, by round
+        self.fetching = 0  # the round of what it does fetch
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ import socket
 
 from weightwire.errors import EndpointError, EndpointInUseError
 
-__all__ = ["address_of", "claim", "is_loopback", "location_of", "reach", "tune"]
+__all__ = ["address_of", "check_interface", "claim", "is_loopback", "location_of", "reach", "tune"]
 
 DEFAULT = ("127.0.0.1", 0)
 BACKLOG = 512
@@ -77,6 +77,13 @@ def tune(sock: socket.socket) -> None:
         if hasattr(socket, name):  # not every system has all of them
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def check_interface(name: str) -> None:
+    """Raises :class:`~weightwire.EndpointError` where this machine has no such network interface."""
+    known = [known for _, known in socket.if_nameindex()]
+    if name and name not in known:
+        raise EndpointError(f"interface={name}: this machine has none of that name, but {', '.join(known)}")
 
 
 def is_loopback(listener: socket.socket) -> bool:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from weightwire import wire
 from weightwire.errors import EndpointError
 from weightwire.forks import Origin
 from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, choose
 from weightwire_nccl import place
-from weightwire_nccl.station import Shelved, Station
+from weightwire_nccl.intake import Shelved, Shelves
+from weightwire_nccl.station import Station
+from weightwire_nccl.stream import Streamed, StreamedDelivery
 
 if TYPE_CHECKING:
     from weightwire.endpoint import Endpoint
@@ -26,7 +30,7 @@ LOOK = 0.001
 
 
 class NcclReceiver(Receiver):
-    """See :class:`weightwire.transport.Receiver`. ``_changed`` guards what the station's thread brings."""
+    """See :class:`weightwire.transport.Receiver`. The shelves' lock guards what the station brings and tells."""
 
     def __init__(self, endpoint: Endpoint, options: NcclOptions, context: ReceiverContext) -> None:
         host, port = place.address_of(endpoint.location)
@@ -37,12 +41,11 @@ class NcclReceiver(Receiver):
             )
         self._origin = Origin(f"The nccl receiver {context.worker!r} of {str(endpoint)!r}")
         self._alias = context.apply == "alias"
-        self._changed = threading.Condition()
-        self._settled: Have | None = None  # for whoever has this, there is nothing new
+        self._shelves = Shelves()
         self._look_at = 0.0
         self._inline = options.staging == "inline"
         self._ended = False
-        self._station = Station(self, (host, port), options, context)
+        self._station = Station((host, port), options, context, self._shelves, _weakly(self))
         self._thread: threading.Thread | None = None
         if self._inline:
             return
@@ -50,57 +53,59 @@ class NcclReceiver(Receiver):
             target=self._station.run, name=f"weightwire-nccl {context.worker}"[:60], daemon=True
         )
         self._thread.start()
-        self._station.tried.wait(GREETING)
+        with self._shelves.lock:
+            self._shelves.changed.wait_for(lambda: self._station.tried, GREETING)
 
     # -- what the station tells --------------------------------------------------------------------------------------
 
-    def news(self) -> None:
-        """Something has changed: the next ``poll`` has to look, and one that waits now."""
-        with self._changed:
+    def _news(self) -> None:
+        """The station has met the trainer, or lost it."""
+        with self._shelves.lock:
             self.connected = self._station.connected
             self.whereabouts = self._station.whereabouts
-            self._settled = None
-            self._changed.notify_all()
+            self._shelves.stir()
 
     # -- poll --------------------------------------------------------------------------------------------------------
 
     def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
-        if deadline is None and have is self._settled and not self._inline:
+        if deadline is None and have is self._shelves.settled and not self._inline:
             return None
         self._origin.check()
         while not self._ended:
             if self._inline:
                 self._take_turn(deadline)
-            with self._changed:
+            with self._shelves.lock:
                 delivery = self._look(have)
                 if delivery is not None or self.closed or deadline is None or deadline.expired:
                     return delivery
-                if not self._inline and self._settled is have:
-                    self._changed.wait(min(deadline.remaining, 0.5))
+                if not self._inline and self._shelves.settled is have:
+                    self._shelves.changed.wait(min(deadline.remaining, 0.5))
         return None
 
     def _take_turn(self, deadline: Deadline | None) -> None:
         now = time.monotonic()
         if deadline is not None:
-            self._station.turn(min(deadline.remaining, 0.5) if self._settled is not None else 0.0)
+            self._station.turn(min(deadline.remaining, 0.5) if self._shelves.settled is not None else 0.0)
         elif now >= self._look_at:
             self._look_at = now + LOOK
             self._station.turn(0.0)
 
     def _look(self, have: Have) -> Delivery | None:
         """Hand out what is newest. Under the lock."""
-        station = self._station
+        station, shelves = self._station, self._shelves
         error, station.refused = station.refused, None
         if error is not None:
             raise error
-        item = choose(have, station.full, station.subset)
+        item: Any = choose(have, shelves.full, shelves.subset)
         if item is not None:
             return self._deliver(item)
-        self._settled = have
+        self._shelves.settled = have
         self.closed = self.closed or station.farewell
         return None
 
-    def _deliver(self, item: Shelved) -> Delivery:
+    def _deliver(self, item: Shelved | Streamed) -> Delivery:
+        if isinstance(item, Streamed):
+            return StreamedDelivery(item, self._station.turn if self._inline else None)
         if self._alias:
             return Delivery(item.header, blocks=item.own_blocks(), writable=True)
         hold = [item.lease]  # the buffer is not written again before this is cleared
@@ -119,12 +124,22 @@ class NcclReceiver(Receiver):
         if self._ended or not self._origin.here:
             return
         self._ended = True
-        with self._changed:
-            self._settled = None
-            self._changed.notify_all()
+        self._shelves.stir()
         self._station.stop(deadline)
         if self._thread is None:
             self._station.run()
         elif threading.current_thread() is not self._thread:
             self._thread.join(max(2.0, deadline.remaining + 1.0))
         self.connected = False
+
+
+def _weakly(receiver: NcclReceiver) -> Callable[[], None]:
+    """Its ``_news``, for a thread that must not keep a forgotten receiver alive."""
+    reference = weakref.ref(receiver)
+
+    def news() -> None:
+        found = reference()
+        if found is not None:
+            found._news()
+
+    return news

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-from pathlib import Path
 
 from weightwire.errors import EndpointError
 
@@ -31,18 +30,23 @@ def read_token(token_file: str) -> bytes:
     if token_file:
         source = f"token_file {token_file!r}"
         try:
-            with Path(token_file).open("rb") as file:
-                token = file.read(MAX_TOKEN + 1).strip()
-        except OSError as exc:
+            with open(token_file, "rb", opener=_at_once) as file:
+                token = (file.read(MAX_TOKEN + 1) or b"").strip()
+        except (OSError, ValueError) as exc:  # ValueError: no path can be that
             raise EndpointError(f"{source} cannot be read: {exc}") from exc
     else:
         source = f"the environment variable {VARIABLE}"
-        token = os.environ.get(VARIABLE, "").encode().strip()
+        token = os.fsencode(os.environ.get(VARIABLE, "")).strip()
         if not token:
             return b""
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
         raise EndpointError(f"{source} holds {len(token)} bytes; a token has {MIN_TOKEN} to {MAX_TOKEN}")
     return token
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Not only when somebody writes, where the path is no file but a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def fresh_nonce() -> bytes:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from weightwire.weights.layout import aligned
-from weightwire_nccl.groups import IN_FLIGHT
+from weightwire_nccl.works import IN_FLIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,7 +30,9 @@ def weightwire_backend() -> BackendInfo:
     """Claims; light enough to be called without Ray and torch."""
     return BackendInfo(
         summary="between the actors and tasks of a Ray cluster, through its object store",
-        capabilities=frozenset({"processes", "hosts", "alias", "late_join", "subset_workers"}),
+        capabilities=frozenset(
+            {"processes", "hosts", "alias", "late_join", "sharded_target", "stream", "subset_workers"}
+        ),
         options=RayOptions,
         pickles="engine",
     )
@@ -103,7 +105,8 @@ def pull(
         endpoint: which place, for actors that are attached to more than one.
         timeout: seconds, in all.
         raising: raise the most serious failure (``RefusedError``, ``ApplyError``, ``WorkerLostError``, ``WaitTimeout``)
-            after the others are through, with all receipts in ``.report``; ``False``: only return the receipts.
+            after the others are through, with all receipts in ``.report``, or what an actor raised that has nothing
+            attached to it; ``False``: only return the receipts.
     """
     _check_ray()
     from weightwire_ray import attached

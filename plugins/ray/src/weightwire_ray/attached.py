@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,16 +27,16 @@ from weightwire.hookspecs import hookimpl
 from weightwire.report import PushReport, Receipt
 from weightwire.transport import Deadline, Version
 from weightwire_ray import weightwire_backend
-from weightwire_ray.engine import Engine, Late, MailboxGone, mailbox_name
+from weightwire_ray.engine import Engine, Late, MailboxGone, NoMailbox, mailbox_name
 
 if TYPE_CHECKING:
     from weightwire.endpoint import Endpoint
     from weightwire.receiver import WeightReceiver
     from weightwire_ray.options import RayOptions
 
-__all__ = ["attach", "pull"]
+__all__ = ["ATTRIBUTE", "attach", "pull"]
 
-_ATTRIBUTE = "_weightwire_receivers"
+ATTRIBUTE = "_weightwire_receivers"
 """Where an actor's instance keeps what was attached to it: endpoint -> :class:`_Attached`."""
 _MARGIN = 5.0
 """Seconds beyond its own deadline after which an actor that has not answered counts as stuck."""
@@ -95,7 +96,11 @@ def pull(
     place = None if endpoint is None else str(parse(endpoint))
     calls = [actor.__ray_call__.remote(_pull_here, place, timeout) for actor in actors]
     deadline = Deadline.after(timeout + _MARGIN)
-    receipts = [_receipt(call, actor, deadline, timeout) for call, actor in zip(calls, actors)]
+    answers = [_answer(call, actor, deadline, timeout) for call, actor in zip(calls, actors)]
+    receipts = [receipt for receipt, _ in answers]
+    errors = [error for _, error in answers if error is not None]
+    if raising and errors:
+        raise errors[0]
     bad = sorted((r for r in receipts if r.state in _KINDS), key=lambda r: list(_KINDS).index(r.state))
     if raising and bad:
         worst, report = (
@@ -113,17 +118,19 @@ def pull(
     return receipts
 
 
-def _receipt(call: Any, actor: Any, deadline: Deadline, timeout: float) -> Receipt:
+def _answer(call: Any, actor: Any, deadline: Deadline, timeout: float) -> tuple[Receipt, Exception | None]:
+    """An actor's receipt, and what it raised where that is not about a version: nothing is attached to it, say."""
+    state, error, raised = "", "", None
     try:
-        return msgspec.msgpack.decode(ray.get(call, timeout=max(0.01, deadline.remaining)), type=Receipt)
+        return msgspec.msgpack.decode(ray.get(call, timeout=max(0.01, deadline.remaining)), type=Receipt), None
     except GetTimeoutError:
-        return Receipt(worker=str(actor), version=0, state="stuck", error=f"no answer in {timeout:.3g} s", phase="wait")
+        state, error = "stuck", f"no answer in {timeout:.3g} s"
     except RayActorError as exc:
-        return Receipt(worker=str(actor), version=0, state="lost", error=str(exc).partition("\n")[0], phase="wait")
+        state, error = "lost", str(exc).partition("\n")[0]
     except RayTaskError as exc:
-        if isinstance(exc.cause, WeightwireError):
-            raise exc.cause from exc
-        raise
+        raised = exc.cause if isinstance(exc.cause, WeightwireError) else exc
+        state, error = "failed", str(raised)
+    return Receipt(worker=str(actor), version=0, state=state, error=error, phase="wait"), raised
 
 
 # -- in the actor ----------------------------------------------------------------------------------------------------
@@ -142,20 +149,22 @@ class _Notes:
 class _Attached(NamedTuple):
     receiver: WeightReceiver
     notes: _Notes
+    turn: threading.Lock  # an actor may have many threads, and Ray takes any of them
 
 
 def _attach_here(instance: Any, endpoint: str, policy: str | None, worker: str | None, options: dict[str, Any]) -> str:
     from weightwire.receiver import WeightReceiver
 
     weights = None if policy is None else _resolve(instance, policy)
-    attached: dict[str, _Attached] = instance.__dict__.setdefault(_ATTRIBUTE, {})
+    attached: dict[str, _Attached] = instance.__dict__.setdefault(ATTRIBUTE, {})
     old = attached.pop(endpoint, None)
     if old is not None:
         old.receiver.close(1.0)
     notes = _Notes()
     name = worker or f"{type(instance).__name__}-{ray.get_runtime_context().get_actor_id()}"
     options["observers"] = [*options.get("observers", ()), notes]
-    attached[endpoint] = _Attached(WeightReceiver(endpoint, weights, worker=name, **options), notes)
+    receiver = WeightReceiver(endpoint, weights, worker=name, **options)
+    attached[endpoint] = _Attached(receiver, notes, threading.Lock())
     return name
 
 
@@ -175,7 +184,7 @@ def _resolve(instance: Any, path: str) -> Any:
 
 
 def _pull_here(instance: Any, endpoint: str | None, timeout: float) -> bytes:
-    attached: dict[str, _Attached] = instance.__dict__.get(_ATTRIBUTE, {})
+    attached: dict[str, _Attached] = instance.__dict__.get(ATTRIBUTE, {})
     places = list(attached) if endpoint is None else [place for place in attached if place == endpoint]
     if len(places) != 1:
         raise EndpointError(
@@ -183,7 +192,17 @@ def _pull_here(instance: Any, endpoint: str | None, timeout: float) -> bytes:
             + (f"say which, endpoint=... of {places}" if places else "attach() it first; a restarted actor, anew")
         )
     (place,) = places
-    return msgspec.msgpack.encode(_pull(place, *attached[place], Deadline.after(timeout)))
+    receiver, notes, turn = attached[place]
+    deadline = Deadline.after(timeout)
+    if not turn.acquire(timeout=deadline.remaining):
+        error = f"another thread of this actor has been pulling for {timeout:.3g} s"
+        receipt = Receipt(worker=receiver.worker, version=receiver.version, state="stuck", error=error, phase="wait")
+        return msgspec.msgpack.encode(receipt)
+    try:
+        receiver.hand_over()
+        return msgspec.msgpack.encode(_pull(place, receiver, notes, deadline))
+    finally:
+        turn.release()
 
 
 def _pull(endpoint: str, receiver: WeightReceiver, notes: _Notes, deadline: Deadline) -> Receipt:
@@ -222,7 +241,7 @@ def _newest(endpoint: str, worker: str, deadline: Deadline) -> Version | None:
     try:
         mailbox = engine.find_mailbox(mailbox_name(parsed.location), options.namespace)
         told = engine.ask(mailbox, "newest", worker, timeout=max(0.05, deadline.remaining))
-    except (MailboxGone, Late):
+    except (MailboxGone, NoMailbox, Late):
         return None
     return max((stamp for stamp in told if stamp is not None), default=None)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightwire.endpoint import scoped
 from weightwire.errors import WeightwireError
+from weightwire.transport import Deadline
 from weightwire_ray.mailbox import Mailbox
 from weightwire_ray.process import started
 from weightwire_ray.protocol import Facts
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
     from weightwire.endpoint import Endpoint
     from weightwire_ray.options import RayOptions
 
-__all__ = ["Engine", "EngineGone", "Late", "MailboxGone", "RayNotRunningError", "mailbox_name"]
+__all__ = ["LOOK", "Engine", "EngineGone", "Late", "MailboxGone", "NoMailbox", "RayNotRunningError", "mailbox_name"]
 
 POLLS = 10_000
 """Calls that a mailbox has pending at most: one long poll for each worker, and a few more."""
+
+LOOK = 0.5
+"""Seconds within which a wait notices that Ray was shut down."""
 
 T = TypeVar("T")
 
@@ -43,6 +48,10 @@ class RayNotRunningError(WeightwireError, RuntimeError):
 
 class MailboxGone(Exception):
     """The mailbox died, or was never there."""
+
+
+class NoMailbox(Exception):
+    """An actor has the mailbox's name and is something else."""
 
 
 class EngineGone(Exception):
@@ -79,22 +88,36 @@ class Engine:
     @property
     def alive(self) -> bool:
         """Whether this process is still connected as it was."""
-        return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._worker)
+        try:
+            return bool(ray.is_initialized() and ray.get_runtime_context().get_worker_id() == self._worker)
+        except Exception:  # another thread shuts it down just now
+            return False
 
     def check(self) -> None:
         if not self.alive:
             raise EngineGone("Ray was shut down in this process")
 
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Whatever Ray raises when it is shut down meanwhile becomes :class:`EngineGone`."""
+        self.check()
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def send(self, mailbox: Any, method: str, *args: Any) -> Future[Any]:
         """Call the mailbox; do not wait. Raises :class:`EngineGone`."""
-        self.check()
         bound = getattr(mailbox, method)
         try:
-            future: Future[Any] = _unhooked(bound._remote)(args, {}).future()
+            with self._connected():
+                future: Future[Any] = _unhooked(bound._remote)(args, {}).future()
+        except EngineGone:
+            raise
         except Exception as exc:
-            self.check()
             raise MailboxGone(str(exc)) from exc
         return future
 
@@ -103,39 +126,40 @@ class Engine:
 
         Raises :class:`MailboxGone`, :class:`EngineGone`, and :class:`Late` at the timeout.
         """
-        return self.answer(self.send(mailbox, method, *args), timeout)
+        future, deadline = self.send(mailbox, method, *args), Deadline.after(timeout)
+        while True:
+            try:
+                return self.answer(future, deadline.sooner(LOOK).remaining)
+            except Late:  # after a shutdown no answer comes
+                if future.done() or deadline.expired:
+                    raise
 
     def answer(self, future: Future[Any], timeout: float = 0.0) -> Any:
         """What came of a call. Raises as :meth:`ask` does."""
         try:
-            return future.result(timeout)
-        except Late:
-            self.check()
-            raise
+            with self._connected():
+                return future.result(timeout)
         except ActorUnavailableError as exc:  # for now; it may well live
-            self.check()
             raise Late(str(exc)) from exc
         except RayActorError as exc:
-            self.check()
             raise MailboxGone(str(exc)) from exc
 
     def get(self, refs: Sequence[Any], timeout: float) -> list[Any]:
         """Objects of the store. Raises Ray's errors, ``GetTimeoutError`` among them, and :class:`EngineGone`."""
-        self.check()
-        found: list[Any] = _unhooked(ray.get)(list(refs), timeout=timeout)
+        with self._connected():
+            found: list[Any] = _unhooked(ray.get)(list(refs), timeout=timeout)
         return found
 
     def put(self, value: Any) -> Any:
         """A reference to a copy of ``value`` in the store."""
-        self.check()
-        return _unhooked(ray.put)(value)
+        with self._connected():
+            return _unhooked(ray.put)(value)
 
     # -- mailboxes ---------------------------------------------------------------------------------------------------
 
     def make_mailbox(self, name: str, namespace: str, *args: Any) -> Any:
         """A mailbox on this node, which lives no longer than this process. Raises ``ValueError`` where the name is
         taken."""
-        self.check()
         options = {
             "name": name,
             "namespace": namespace,
@@ -146,20 +170,23 @@ class Engine:
             "enable_task_events": False,  # long polls would fill Ray's own books
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
         }
-        return _unhooked(_actor_class()._remote)(list(args), {}, **options)
+        with self._connected():
+            return _unhooked(_actor_class()._remote)(list(args), {}, **options)
 
     def find_mailbox(self, name: str, namespace: str) -> Any:
-        """Raises :class:`MailboxGone` where there is none of that name."""
-        self.check()
+        """Raises :class:`MailboxGone` where there is none of that name, :class:`NoMailbox` where that is another's."""
         try:
-            return _unhooked(ray.get_actor)(name, namespace=namespace)
+            with self._connected():
+                found = _unhooked(ray.get_actor)(name, namespace=namespace)
         except (ValueError, RayError) as exc:
-            self.check()
             raise MailboxGone(f"there is no actor {name!r} in namespace {namespace!r}") from exc
+        if not all(hasattr(found, method) for method in ("attend", "join", "news", "challenge")):
+            raise NoMailbox(f"the actor {name!r} in namespace {namespace!r} is not Weightwire's: {found}")
+        return found
 
     def kill(self, mailbox: Any) -> None:
         """End a mailbox; a dead one, too: Ray leaves its name to it until somebody says so."""
-        if self.alive:
+        with suppress(EngineGone), self._connected():
             _unhooked(ray.kill)(mailbox, no_restart=True)
 
 

@@ -1,9 +1,9 @@
 """The mailbox: a small actor on the updater's node, through which the ends find and hear one another.
 
 It holds references, never bytes: the newest versions for each worker, the workers that are there, and what the updater
-has not heard yet. Both sides ask and wait ("long poll"), so that nobody needs to be reached from outside. It lives no
-longer than the updater's process; when it dies alone, the updater makes it again and the workers come back by
-themselves.
+has not heard yet. (Bytes pass through it only where it makes the digest of a version that a worker of another node
+fetches.) Both sides ask and wait ("long poll"), so that nobody needs to be reached from outside. It lives no longer
+than the updater's process; when it dies alone, the updater makes it again and the workers come back by themselves.
 
 A worker is lost when the kernel says that its process is gone (on this node, within :data:`LOOK`), when Ray says that
 its actor died (elsewhere), or when it was silent for :data:`SILENT` seconds. One that is stopped on this node is not
@@ -19,15 +19,15 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
-from typing import Any
 
 import ray
 from ray._private.state import actors  # what `ray list actors` shows; its public form needs the dashboard
 
 from weightwire import wire
-from weightwire.transport import Event, Left, Lost, Shelf, Staged
+from weightwire.transport import Event, Left, Lost, Shelf, Staged, Version
 from weightwire_ray.process import gone, started, stopped
-from weightwire_ray.protocol import CLOSED, NEWS, PROTOCOL, QUIET, UNKNOWN, Facts, Item, Told, told
+from weightwire_ray.protocol import CLOSED, NEWS, PROTOCOL, QUIET, UNKNOWN, Facts, Item, News, Told, told
+from weightwire_ray.store import digest_of
 
 __all__ = ["LOOK", "SILENT", "Mailbox"]
 
@@ -38,6 +38,8 @@ SILENT = 10.0
 worker end, and so begin again, within a fifth of it."""
 RETURN = 5.0
 """Seconds in which workers come back to a mailbox that was made again; they look for it twice a second."""
+GATHER = 0.0005
+"""Seconds in which more events may come and share an answer: a call costs about as much."""
 ANSWER = 1.5
 """Seconds that a worker whose name somebody else wants has to show that it lives."""
 
@@ -96,6 +98,7 @@ class Mailbox:
         self._watched = owner.started != 0 and started(owner.pid) == owner.started  # else it is in another container
         self._shelf: Shelf[Item] = Shelf()
         self._edition = 0
+        self._digests: dict[Version, asyncio.Future[bytes]] = {}
         self._peers: dict[str, Peer] = {}
         self._events: deque[tuple[int, str, int, bytes]] = deque()
         self._number = 0
@@ -122,6 +125,7 @@ class Mailbox:
             self._events.popleft()
         while not self._events and not self._challenged and not self._closed and time.monotonic() < until:
             await self._owner_bell.wait(until)
+            await asyncio.sleep(GATHER)
         return [event for event in self._events if event[0] > heard]
 
     async def put(
@@ -199,12 +203,11 @@ class Mailbox:
         self._say(peer, hello)
         return "", ""
 
-    async def news(self, worker: str, incarnation: int, known: Told, patience: float) -> tuple[str, tuple[Any, Any]]:
+    async def news(self, worker: str, incarnation: int, known: Told, patience: float) -> News:
         """What there is for a worker beyond ``known``, which it has fetched and can apply by itself; waits for it."""
         peer = self._peers.get(worker)
-        nothing = (None, None)
         if peer is None or peer.incarnation != incarnation:
-            return UNKNOWN, nothing
+            return News(UNKNOWN)
         peer.speak()
         for stamp in known:
             if stamp is not None and stamp not in peer.staged:
@@ -213,14 +216,14 @@ class Mailbox:
         until = time.monotonic() + patience
         while True:
             if self._peers.get(worker) is not peer:
-                return UNKNOWN, nothing
+                return News(UNKNOWN)
             if self._closed:
-                return CLOSED, nothing
+                return News(CLOSED)
             offer = self._shelf.of(worker)
             if told(offer) != known:
-                return NEWS, offer
+                return News(NEWS, offer, time.monotonic())
             if peer.asked or time.monotonic() >= until:
-                return QUIET, nothing
+                return News(QUIET)
             await peer.bell.wait(until)
 
     async def beat(self, worker: str, incarnation: int) -> None:
@@ -243,6 +246,21 @@ class Mailbox:
             self._shelf.forget(worker)
             if not self._closed:
                 self._say(peer, Left(worker=worker, incarnation=incarnation))
+
+    async def digest(self, stamp: Version) -> bytes | None:
+        """The digest of a version's bytes as they lie in this node's store, for those who fetch them from there.
+        ``None`` where there is something newer."""
+        kept = {item.stamp: item for item in self._shelf.kept()}
+        self._digests = {known: task for known, task in self._digests.items() if known in kept}
+        if stamp not in kept:
+            return None
+        if stamp not in self._digests:
+            self._digests[stamp] = asyncio.ensure_future(_digest(kept[stamp]))
+        try:
+            return await asyncio.shield(self._digests[stamp])
+        except Exception:
+            self._digests.pop(stamp, None)  # the next one who asks may have more luck
+            raise
 
     async def newest(self, worker: str) -> Told:
         """The versions that this worker is to have."""
@@ -320,6 +338,11 @@ class Mailbox:
         if peer.local:
             return gone(peer.facts.pid, peer.facts.started)
         return bool(peer.facts.actor) and await asyncio.to_thread(_actor_gone, peer.facts)
+
+
+async def _digest(item: Item) -> bytes:
+    buckets = [await reference for reference in item.buckets]
+    return await asyncio.to_thread(digest_of, buckets, wire.decode_header(item.header).layout)
 
 
 def _actor_gone(facts: Facts) -> bool:

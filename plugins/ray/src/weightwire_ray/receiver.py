@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from weightwire import wire
 from weightwire.errors import EndpointInUseError, WireError
 from weightwire.forks import Origin
 from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, Version, choose
-from weightwire.weights.arrays import tensor_of
 from weightwire_ray.alias import refuse_alias
-from weightwire_ray.engine import Engine, EngineGone, Late, MailboxGone, mailbox_name
-from weightwire_ray.protocol import CLOSED, NEWS, PROTOCOL, UNKNOWN, Item, Told, told
+from weightwire_ray.engine import LOOK, Engine, EngineGone, Late, MailboxGone, NoMailbox, mailbox_name
+from weightwire_ray.protocol import CLOSED, NEWS, PROTOCOL, UNKNOWN, Item, News, Told, told
+from weightwire_ray.store import blocks_of, stretches_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from weightwire.endpoint import Endpoint
     from weightwire.transport import Header
     from weightwire_ray.options import RayOptions
@@ -32,26 +32,33 @@ __all__ = ["RayReceiver"]
 
 PATIENCE = 2.0
 """Seconds that a long poll for news takes at most. Each is a sign of life: a fifth of the mailbox's ``SILENT``."""
-LOOK = 0.5
-"""Seconds within which the thread notices that Ray was shut down, and that a fetch was given up."""
 RETRY = (0.02, 0.5)
 """Seconds between looks for a mailbox: at first, and when there was none for long."""
 JOIN = 10.0
 """Seconds for an answer to a hello."""
 
 
+class Superseded(Exception):
+    """There is something newer than the version that was being fetched."""
+
+
 class Fetched:
     """A version whose bytes are in this node's store, mapped here: read-only."""
 
-    def __init__(self, header: Header, arrays: Sequence[NDArray[np.uint8]]) -> None:
+    def __init__(self, header: Header, buckets: Sequence[Sequence[Any]]) -> None:
+        """Raises ``WireError`` where the buckets do not hold what the header speaks of."""
         self.stamp: Version = header.stamp
         self.base: Version | None = header.base
         self.header = header
-        self.arrays = arrays
+        self._stretches = stretches_of(buckets, header.layout)
+        self._blocks = list(blocks_of(self._stretches, header.layout)) if len(self._stretches) > 1 else []
 
     def delivery(self) -> Delivery:
         """Tensors over the store's memory; that is freed when they, and all that was made of them, are gone."""
-        return Delivery(self.header, blocks=[tensor_of(array) for array in self.arrays], writable=False)
+        if not self._blocks:  # NumPy cuts one stretch into tensors several times as fast as torch does
+            array = self._stretches[0] if self._stretches else np.empty(0, np.uint8)
+            return Delivery(self.header, array=array, writable=False)
+        return Delivery(self.header, blocks=[torch.from_numpy(block) for block in self._blocks], writable=False)
 
 
 class RayReceiver(Receiver):
@@ -72,6 +79,7 @@ class RayReceiver(Receiver):
         self._known: Told = (None, None)  # what the thread has fetched, or given up
         self._full: Fetched | None = None
         self._subset: Fetched | None = None
+        self._as_of = 0.0  # by the monotonic clock of this node: when these were the newest; 0 where nobody knows
         self._error: Exception | None = None
         self._serial = 0  # grows with everything that ``poll`` should look at
         self._seen = -1
@@ -88,13 +96,14 @@ class RayReceiver(Receiver):
         if deadline is None and self._serial == self._seen:
             return None
         self._origin.check()
+        begun = time.monotonic()
         while not self._over:
             serial = self._serial
             error, self._error = self._error, None
             if error is not None:
                 raise error
             chosen = None if self.closed else choose(have, self._full, self._subset)
-            if chosen is not None and deadline is not None and not deadline.expired:
+            if chosen is not None and deadline is not None and self._as_of < begun and not deadline.expired:
                 self._catch_up(deadline)
                 chosen = choose(have, self._full, self._subset)
             if chosen is not None:
@@ -144,6 +153,8 @@ class RayReceiver(Receiver):
                     self._follow(mailbox)
             except MailboxGone as exc:
                 self._disconnected(f"{self._where} is not there: {str(exc).partition(chr(10))[0]}")
+            except NoMailbox as exc:
+                self._disconnected(str(exc))
             except Late:
                 self._disconnected(f"{self._where} does not answer")
             except EngineGone as exc:
@@ -161,7 +172,12 @@ class RayReceiver(Receiver):
         hello = wire.encode_event(joined)
         engine = self._engine
         future = engine.send(mailbox, "join", PROTOCOL, *self._me, hello, engine.facts)
-        kind, text = self._wait_for(future, JOIN)
+        try:
+            kind, text = self._wait_for(future, JOIN)
+        except Late:
+            if self._over:  # it may have let us in all the same
+                self._say_goodbye(mailbox, 0.5)
+            raise
         if kind:
             error = EndpointInUseError if kind == "name" else WireError
             self._disconnected(f"{self._where} turned this worker away")
@@ -179,16 +195,16 @@ class RayReceiver(Receiver):
         self._known = (None, None)
         while not self._over:
             asked = self._engine.send(mailbox, "news", *self._me, self._known, PATIENCE)
-            kind, offer = self._wait_for(asked, PATIENCE + JOIN)
-            if kind == NEWS:
-                self._fetch(mailbox, offer)
-            elif kind == CLOSED:
+            news: News = self._wait_for(asked, PATIENCE + JOIN)
+            if news.kind == NEWS:
+                self._fetch(mailbox, news)
+            elif news.kind == CLOSED:
                 self._engine.send(mailbox, "leave", *self._me)  # or else its farewell would wait for us
                 self._mailbox, self.connected = None, False
                 self.whereabouts = f"{self._where} has closed"
                 self._update(closed=True)
                 return
-            elif kind == UNKNOWN:
+            elif news.kind == UNKNOWN:
                 self._disconnected(f"{self._where} did not know this worker any more")
                 return
 
@@ -210,8 +226,9 @@ class RayReceiver(Receiver):
         if not self._over:
             self._bell.wait(seconds)
 
-    def _fetch(self, mailbox: Any, offer: tuple[Item | None, Item | None]) -> None:
+    def _fetch(self, mailbox: Any, news: News) -> None:
         """Bring the bytes of what is offered to this node and map them."""
+        offer = news.offer
         there = {fetched.stamp: fetched for fetched in (self._full, self._subset) if fetched is not None}
         try:
             full, subset = [
@@ -223,11 +240,14 @@ class RayReceiver(Receiver):
             self._rest(RETRY[1])
         except WireError as exc:
             self._update(known=told(offer), error=exc)
+        except Superseded:
+            pass
         else:
-            self._update(known=told(offer), offer=(full, subset))
+            near = all(item is None or item.node == self._engine.node for item in offer)
+            self._update(known=told(offer), offer=(full, subset), as_of=news.at if near else 0.0)
 
     def _get(self, mailbox: Any, item: Item) -> Fetched:
-        """Raises ``WireError``, Ray's errors, ``EngineGone``; ``Late`` where we close first."""
+        """Raises ``WireError``, ``Superseded``, Ray's errors, ``EngineGone``; ``Late`` where we close first."""
         header = wire.decode_header(item.header, self._cache)
         while True:
             try:
@@ -237,24 +257,29 @@ class RayReceiver(Receiver):
                 if self._over:
                     raise Late from None
                 self._engine.send(mailbox, "beat", *self._me)
-        arrays = [array for bucket in buckets for array in bucket]
-        sizes = [array.size if array.dtype == np.uint8 and array.ndim == 1 else -1 for array in arrays]
-        if header.stamp != item.stamp or header.base != item.base or sizes != list(header.layout.sizes):
-            raise WireError(f"the buckets of version {item.stamp.number} are not what its header says")
-        return Fetched(header, arrays)
+        if header.stamp != item.stamp or header.base != item.base:
+            raise WireError(f"version {item.stamp.number} came under the header of version {header.stamp.number}")
+        if item.check and item.node != self._engine.node:
+            asked = self._engine.send(mailbox, "digest", item.stamp)
+            digest = self._wait_for(asked, PATIENCE + JOIN)
+            if digest is None:
+                raise Superseded
+            header = header._replace(digest=digest)
+        return Fetched(header, buckets)
 
     def _update(
         self,
         *,
         known: Told | None = None,
         offer: tuple[Fetched | None, Fetched | None] | None = None,
+        as_of: float = 0.0,
         error: Exception | None = None,
         closed: bool = False,
     ) -> None:
         """Let ``poll`` see something new, all at once."""
         with self._changed:
             if offer is not None and not self._over:
-                self._full, self._subset = offer
+                (self._full, self._subset), self._as_of = offer, as_of
             self._known = known or self._known
             self._error = error or self._error
             self.closed = self.closed or closed

@@ -6,7 +6,8 @@ import atexit
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,9 @@ from weightwire.errors import (
 )
 from weightwire.forks import Origin
 from weightwire.transport import Deadline, Event, Joined, Left, Lost, Sender, SenderContext, Shelf
-from weightwire.weights.arrays import array_of
-from weightwire_ray.engine import Engine, EngineGone, Late, MailboxGone, mailbox_name
+from weightwire_ray.engine import LOOK, Engine, EngineGone, Late, MailboxGone, NoMailbox, mailbox_name
 from weightwire_ray.protocol import Item
+from weightwire_ray.store import buckets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,16 +45,19 @@ CLAIM = 5.0
 """Seconds after which a holder of the place that neither answers nor dies counts as alive."""
 FAREWELL = 1.0
 """Seconds that closing waits for workers to hear of it."""
-LOOK = 0.5
-"""Seconds within which the service thread notices that Ray was shut down."""
+HANDS = 2
+"""Threads that copy the buckets of one large push into the store."""
 
 
 class RaySender(Sender):
     """See :class:`weightwire.transport.Sender`. ``_lock`` guards events and the mailbox's handle."""
 
+    digests = True  # the mailbox does
+
     def __init__(self, endpoint: Endpoint, options: RayOptions, context: SenderContext) -> None:
         self._options = options
         self._logger = context.logger
+        self._check_afar = context.digest == "auto"
         self._engine = Engine(endpoint, options)
         location = endpoint.location or secrets.token_hex(16)
         self.endpoint = str(replace(endpoint, location=location))
@@ -67,6 +71,7 @@ class RaySender(Sender):
         self._events: list[Event] = []
         self._present: dict[str, int] = {}  # the workers that were told of: name -> incarnation
         self._heard = 0  # number of the newest event that was taken from this mailbox
+        self._started = False  # a mailbox has answered
         self._fresh = False  # the mailbox was asked a moment ago
         self._untold = False  # the mailbox may have missed what is on the shelf
         self._fault: Exception | None = None  # why no more can be sent
@@ -100,6 +105,8 @@ class RaySender(Sender):
             other = self._engine.find_mailbox(self._name, self._options.namespace)
         except MailboxGone:
             return False, -1
+        except NoMailbox as exc:
+            raise EndpointInUseError(f"{self.endpoint}: {exc}. Take another location or namespace") from exc
         try:
             alive, epoch = self._engine.ask(other, "challenge", patience, timeout=patience + LOOK)
         except MailboxGone:
@@ -117,9 +124,9 @@ class RaySender(Sender):
 
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
         self._check()
-        # ray.put copies before it returns: nothing of the payload's is read once all buckets are there.
-        refs = [self._put(bucket, payload, deadline) for bucket in buckets(payload, self._options.bucket)]
-        item = Item(payload.stamp, payload.base, payload.header_bytes(), refs)
+        refs = self._put_all(payload, deadline)
+        header, check = payload.header_bytes(), self._check_afar and not payload.digest
+        item = Item(payload.stamp, payload.base, header, refs, self._engine.node, check)
         with payload.phase("notify"):
             try:
                 self._announce(item, to, self._place(item, to), deadline)
@@ -128,6 +135,21 @@ class RaySender(Sender):
                 self._bell.set()
                 raise
         self._fresh = True
+
+    def _put_all(self, payload: Payload, deadline: Deadline) -> list[Any]:
+        """ray.put copies before it returns: when this returns or raises, nothing of the payload's is read any more."""
+        parts = buckets(payload, self._options.bucket)
+        if payload.nbytes <= self._options.bucket:
+            return [self._put(bucket, payload, deadline) for bucket in parts]
+        refs: list[Any] = []
+        pending: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(HANDS, thread_name_prefix="weightwire-ray put") as hands:
+            for bucket in parts:
+                if len(pending) == HANDS:
+                    refs.append(pending.popleft().result())
+                pending.append(hands.submit(self._put, bucket, payload, deadline))
+            refs.extend(future.result() for future in pending)
+        return refs
 
     def _put(self, bucket: list[NDArray[Any]], payload: Payload, deadline: Deadline) -> Any:
         if deadline.expired:
@@ -173,6 +195,11 @@ class RaySender(Sender):
                 raise self._broken(exc) from exc
             except Late:
                 time.sleep(0.01)
+            if deadline.expired and not self._started:  # so no worker has joined, and the calls wait in its queue
+                self._untold = True
+                self._bell.set()
+                self._logger.info("%s: Ray is still starting the mailbox; no worker can join yet", self.endpoint)
+                return
             if deadline.expired:
                 raise WaitTimeout(
                     f"the mailbox of {self.endpoint} did not take version {item.stamp.number} by the deadline; it will "
@@ -221,7 +248,7 @@ class RaySender(Sender):
     def events(self, deadline: Deadline) -> list[Event]:
         if self._closed or not self._origin.here:
             return []
-        if not self._fresh and (deadline.expired or not self._events):
+        if deadline.expired and not self._fresh:  # who waits is told by the service thread
             self._look()
         self._fresh = False
         while not self._events and not deadline.expired and not self._closed:
@@ -241,13 +268,14 @@ class RaySender(Sender):
 
     def _take(self, mailbox: Any, events: list[tuple[int, str, int, bytes]]) -> None:
         """Events that are new, in their order. Two threads may be told the same ones."""
+        self._started = True
         with self._lock:
             for number, worker, incarnation, data in events:
                 if number > self._heard and mailbox is self._mailbox:
                     self._heard = number
                     try:
                         event = wire.decode_event(data)
-                    except WireError as exc:
+                    except (WireError, TypeError) as exc:
                         self._logger.warning("%s: worker %r sent something malformed: %s", self.endpoint, worker, exc)
                         continue
                     self._note(event, worker, incarnation)
@@ -282,7 +310,7 @@ class RaySender(Sender):
                 if future.done():
                     self._take(mailbox, self._engine.answer(future))
             except MailboxGone as exc:
-                with suppress(ClosedError, StaleUpdaterError):
+                with suppress(ClosedError, EndpointInUseError, StaleUpdaterError):
                     self._remake(mailbox, exc)
                 time.sleep(0.02)
             except Late:  # Ray cannot reach it for now
@@ -329,21 +357,6 @@ class RaySender(Sender):
             raise self._fault
         if not self._engine.alive:
             raise self._broken(EngineGone("Ray was shut down in this process"))
-
-
-def buckets(payload: Payload, size: int) -> Iterator[list[NDArray[Any]]]:
-    """The payload's blocks as flat uint8 arrays, gathered in lists of up to ``size`` bytes: sharded sources need no
-    more memory than that at a time."""
-    bucket: list[NDArray[Any]] = []
-    filled = 0
-    for flat in payload.tensors():
-        if bucket and filled + flat.numel() > size:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(array_of(flat))
-        filled += flat.numel()
-    if bucket:
-        yield bucket
 
 
 def _first_line(exc: Exception) -> str:

@@ -32,6 +32,18 @@ class LeakCases(Cases):
             _nineteen_pushes_and_a_failure(updater, worker, state, round_)
         _flat(before, _usage(worker))
 
+    def test_versions_that_nobody_takes(self, rig: Rig) -> None:
+        """A worker that is there and never pulls costs what the newest versions take, however many there were."""
+        updater = rig.updater()
+        rig.worker("busy", counters, 0, 6, SIZE)
+        updater.wait_for_workers(1)
+        before: list[Usage] = []
+        for version in range(1, 61):
+            updater.push(counters(version, 6, SIZE))
+            if version == 10:
+                before.append(Usage.now())
+        _flat(before, [Usage.now()])
+
     def test_opening_and_closing(self, rig: Rig) -> None:
         before: list[Usage] = []
         for round_ in range(33):
