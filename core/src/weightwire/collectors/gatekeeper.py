@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.collectors.turnstile import Stuck, Turnstile
@@ -125,9 +124,11 @@ class Gatekeeper:
         except (WaitTimeout, UpdaterLostError) as exc:
             self._quiet(exc)
         except BaseException as exc:  # of a hook that exits, too: a thread that ends in silence helps nobody
-            if not self.closing and not (isinstance(exc, ClosedError) and self.receiver.closed):
+            over = isinstance(exc, ClosedError) and self.receiver.closed
+            if not (self.closing or over):
                 hooked = self.receiver.version if self.receiver.stamp != self.booked else None
-                number = hooked if self.told is None else self.told
+                told: int | None = getattr(self, "told")  # noqa: B009 - hooks have set it since, which mypy cannot see
+                number = hooked if told is None else told
                 self._keep(exc, number)
                 if number is None:
                     self._pause()
@@ -300,10 +301,11 @@ def _devices(weights: Any) -> list[torch.device]:
     """The accelerators that a policy lies on."""
     import torch
 
+    tensors: list[Any] = []
     if isinstance(weights, torch.nn.Module):
-        tensors = chain(weights.parameters(), weights.buffers())
-    else:
-        tensors = iter(weights.values()) if isinstance(weights, Mapping) else iter(())
+        tensors = [*weights.parameters(), *weights.buffers()]
+    elif isinstance(weights, Mapping):
+        tensors = list(weights.values())
     found = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
     return [device for device in found if device.type not in ("cpu", "meta")]
 
