@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 # TensorDict, Ray and friends are optional to users; developers get all that the tests and figures need.
-PACKAGES := -e "core[cli,testing,torchrl]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench,docs]"
+PACKAGES := -e "core[cli,testing,torchrl]" -e plugins/vanilla -e plugins/ipc -e plugins/ray -e plugins/nccl -e ".[test,lint,demo,bench,docs,examples]"
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CODE := conftest.py core plugins tests examples benchmarks scripts
 
@@ -36,7 +36,7 @@ demo: $(STAMP)  ## learn CartPole with workers that get their policy through Wei
 	    $(if $(WORKERS),--workers $(WORKERS)) $(if $(SECONDS),--seconds $(SECONDS)) $(ARGS))
 
 test: $(STAMP)  ## every test but the soak, and how long each part took
-	$(BIN)/python -m pytest -m "not soak" --durations=15 --budget $(ARGS)
+	$(BIN)/python scripts/run_tests.py $(ARGS)
 
 soak: export WEIGHTWIRE_HYPOTHESIS := random
 soak: $(STAMP)  ## the long tests, with new random examples in each run

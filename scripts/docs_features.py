@@ -101,8 +101,9 @@ def page() -> str:
     named = dict.fromkeys(node for row in rows() for node in row.tests)
     parts = [
         "# The tests behind the tables\n\n"
-        "Each row of the tables in [Moving over](moving.md) names the tests that prove it. Here they are, as they run "
-        "in `make test`. A test of the conformance kit runs over every backend; one of them is named."
+        "Each row of the tables in [Moving over](moving.md) names the tests that prove it. Here they are, as "
+        "`make test` runs them, or `make soak` those that are marked so. A test of the conformance kit runs over every "
+        "backend; one of them is named."
     ]
     for node in named:
         heading = f"## {node.rpartition('::')[2]} {{ #{anchor(node)} }}"

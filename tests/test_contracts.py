@@ -237,6 +237,7 @@ def test_what_a_backend_of_api_1_gives_and_is_given() -> None:
         transport.Refused: {"worker", "incarnation", "stamp", "kind", "phase", "error", "tensor"},
         transport.Lost: {"worker", "incarnation", "reason"},
         transport.Left: {"worker", "incarnation"},
+        transport.Noted: {"worker", "incarnation", "notes"},
     }
     for event, promised in events.items():
         assert promised <= {field.name for field in msgspec.structs.fields(event)}

@@ -13,7 +13,6 @@ from torch import nn
 import weightwire
 from weightwire import (
     ApplyError,
-    CapabilityError,
     ClosedError,
     EndpointInUseError,
     PreflightError,
@@ -386,11 +385,6 @@ def test_inline_alias_never_aliases_the_trainers_own_memory(updater: WeightUpdat
         with torch.no_grad():
             trained[0].weight.zero_()
         assert policy[0].weight.any()
-
-
-def test_what_vanilla_does_not_claim_is_refused(updater: WeightUpdater) -> None:
-    with pytest.raises(CapabilityError, match="stream"):
-        receiver_of(updater, stream=True)
 
 
 class Listener:

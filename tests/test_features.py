@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -301,6 +302,8 @@ def test_rlightning_timings(updater_of: Opened, receiver_of: Opened) -> None:
     receipt = updater.wait().receipts["w"]
     assert {"extract", "encode", "stage", "wait"} <= set(report.seconds) <= set(PHASES)
     assert {"verify", "commit"} <= set(receipt.seconds) <= set(PHASES)
+    assert 0.9 * psutil.Process().memory_info().rss < report.memory["host"] < psutil.virtual_memory().total
+    assert "peak host" in str(report)
     assert report.nbytes == receipt.nbytes == sum(tensor.nbytes for tensor in counters(1).values())
 
 

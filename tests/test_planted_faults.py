@@ -119,7 +119,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --timeout=60\n")
     with tempfile.TemporaryDirectory(prefix="planted-") as private:  # short, and nobody else's
         runs = [run_cases(folder, private, str(share), list(nodes)[share::SHARES]) for share in range(SHARES)]
-        said = "".join(run.communicate(timeout=200)[0] for run in runs)
+        try:
+            said = "".join(run.communicate(timeout=200)[0] for run in runs)
+        finally:
+            for run in runs:
+                run.kill()
+                run.wait(10)
     found: dict[str, tuple[str, str]] = {}
     for share in range(SHARES):
         assert (folder / str(share)).exists(), said

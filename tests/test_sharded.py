@@ -332,7 +332,7 @@ def test_a_dead_rank_is_named_and_the_old_version_acts(trainers: Any) -> None:
         trainer.ask("push", 1.0, {})
         assert receiver.pull() == 1
         trainer.processes[1].kill()
-        trainer.processes[1].join()
+        trainer.processes[1].join(10)
         trainer.tell("push", 2.0, {"timeout": 2.0}, ranks=[0])
         ((kind, text, _, took, version),) = trainer.answers([0])
         assert kind == "WaitTimeout"
@@ -374,12 +374,23 @@ def test_an_endpoint_that_is_in_use_is_an_error_on_every_rank(trainers: Any) -> 
                 trainer.answers([rank])
 
 
-@pytest.mark.parametrize(("make", "apply"), [(fsdp, "copy"), (tensor_parallel, "alias"), (columns, "copy")])
-@pytest.mark.parametrize("backend", ["ipc"])
-def test_workers_that_are_sharded_take_their_parts(trainers: Any, backend: str, make: Any, apply: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "make", "apply"),
+    [
+        ("ipc", fsdp, "copy"),
+        ("ipc", tensor_parallel, "alias"),
+        ("ipc", columns, "copy"),
+        ("ray", fsdp, "copy"),
+        ("ray", columns, "copy"),
+    ],
+)
+def test_workers_that_are_sharded_take_their_parts(
+    trainers: Any, request: pytest.FixtureRequest, backend: str, make: Any, apply: str
+) -> None:
+    options = f"?address={request.getfixturevalue('ray_cluster')}" if backend == "ray" else ""
     workers = trainers(2, make)
     module = Net()
-    with WeightUpdater(backend, module, timeout=PATIENCE) as updater:
+    with WeightUpdater(f"{backend}{options}", module, timeout=PATIENCE) as updater:
         workers.ask("receive", updater.endpoint, apply)
         for number in range(1, 4):
             fill(module, float(number))
@@ -423,6 +434,9 @@ def ray_cluster() -> Iterator[str]:
     import ray
     from ray.cluster_utils import Cluster
 
+    if ray.is_initialized():  # another module's, which lives on
+        yield ray.get_runtime_context().gcs_address
+        return
     head = {"num_cpus": 3, "object_store_memory": 512 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="ERROR")

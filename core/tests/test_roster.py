@@ -4,7 +4,7 @@ import pytest
 
 from weightwire import ApplyError, RefusedError, Version, WaitTimeout, WorkerLostError
 from weightwire.roster import Roster
-from weightwire.transport import Applied, Have, Joined, Left, Lost, Refused, Staged
+from weightwire.transport import Applied, Have, Joined, Left, Lost, Noted, Refused, Staged
 
 V1, V2, V3 = (Version(7, number) for number in (1, 2, 3))
 
@@ -32,6 +32,15 @@ def test_states_follow_the_events() -> None:
     assert roster.pending(["a"], V1, "applied") == []
     receipt = roster.receipt("a", V1)
     assert (receipt.state, receipt.tensors, receipt.nbytes, receipt.seconds) == ("applied", 2, 8, {"commit": 0.5})
+
+
+def test_notes_of_a_backend_stand_beside_the_others() -> None:
+    roster = Roster()
+    roster.observe(Joined(worker="a", incarnation=2, notes={"stream": "piece by piece", "device": "?"}))
+    roster.observe(Noted(worker="a", incarnation=2, notes={"device": "through the host"}))
+    roster.observe(Noted(worker="a", incarnation=1, notes={"device": "of one that is gone"}))
+    assert roster.workers["a"].notes == {"stream": "piece by piece", "device": "through the host"}
+    assert not roster.failures
 
 
 def test_a_newer_version_counts_for_an_older_one() -> None:

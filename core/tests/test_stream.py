@@ -242,10 +242,11 @@ def test_a_trainer_lost_halfway_is_no_refusal() -> None:
 
 
 class Failing:
-    """A backend's receiver whose next delivery breaks off after its first bucket."""
+    """A backend's receiver whose next delivery breaks off after so many buckets."""
 
-    def __init__(self, inner: Any, error: Exception) -> None:
+    def __init__(self, inner: Any, error: Exception, after: int = 1) -> None:
         self._inner = inner
+        self._after = after
         self._error: Exception | None = error
 
     def __getattr__(self, name: str) -> Any:
@@ -258,11 +259,37 @@ class Failing:
             self._error = None
 
             def buckets() -> Iterator[tuple[int, torch.Tensor]]:
-                yield next(iter(whole))
+                for _ in range(self._after):
+                    yield next(iter(whole))
                 raise error
 
             delivery.buckets = buckets  # type: ignore[method-assign]
         return delivery
+
+
+@pytest.mark.parametrize("error", [UpdaterLostError("gone"), RuntimeError("the wire broke")])
+@pytest.mark.usefixtures("small_buckets")
+def test_what_breaks_before_the_first_bucket_costs_nothing(error: Exception) -> None:
+    source, target = net(1.0), net(0.0)
+    with (
+        WeightUpdater("vanilla", source) as updater,
+        WeightReceiver(updater.endpoint, target, stream=True) as receiver,
+    ):
+        updater.push()
+        receiver.pull()
+        updater.push()
+        receiver._receiver = Failing(receiver._receiver, error, after=0)
+        if isinstance(error, UpdaterLostError):
+            assert receiver.pull(0.0) is None
+        else:
+            with pytest.raises(ApplyError, match="the wire broke"):
+                receiver.pull(0.0)
+        assert receiver.ready
+        assert receiver.version == 1
+        target(torch.zeros(2, 40))
+        if not isinstance(error, UpdaterLostError):
+            with pytest.raises(ApplyError, match="the wire broke"):
+                updater.push()
 
 
 def test_a_version_that_does_not_fit_leaves_the_old_one_acting() -> None:

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from weightwire import wire
 from weightwire.errors import WireError
-from weightwire.transport import Applied, Event, Have, Header, Joined, Left, Lost, Refused, Staged, Version
+from weightwire.transport import Applied, Event, Have, Header, Joined, Left, Lost, Noted, Refused, Staged, Version
 from weightwire.weights.dtypes import DTYPES
 from weightwire.weights.layout import Entry, Layout, dense_strides
 
@@ -206,6 +206,7 @@ EVENTS: list[Event] = [
     Refused(worker="w", stamp=Version(5, 1), kind="apply", phase="commit", error="so\nlong", tensor="a.b"),
     Lost(worker="w", reason="killed"),
     Left(worker="w"),
+    Noted(worker="w", incarnation=3, notes={"key": "value"}),
 ]
 
 

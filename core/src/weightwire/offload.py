@@ -433,9 +433,9 @@ def _restore(pieces: Sequence[_Piece], watch: _Watch) -> None:
 def _check_new_gradients(moved: Sequence[_Moved]) -> None:
     new = []
     for part in moved:
-        for parameter, _ in part.aside:
+        for parameter, grad in part.aside:
             with _plainly():
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.grad is not grad:  # that one: a reload was interrupted
                     new.append(tuple(parameter.shape))
     if new:
         raise ValueError(
@@ -526,11 +526,14 @@ class _Disk:
 
     def __init__(self, nbytes: int, *, directory: str | os.PathLike[str] | None) -> None:
         self.nbytes = nbytes
-        self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._mapped: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
         where = Path(directory or tempfile.gettempdir())
         self._fd = _nameless(where)
         try:
-            os.posix_fallocate(self._fd, 0, max(nbytes, 1))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, max(nbytes, 1))
+            else:  # macOS
+                os.ftruncate(self._fd, max(nbytes, 1))
         except OSError as exc:
             os.close(self._fd)
             if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -563,10 +566,10 @@ class _Disk:
         import torch
 
         start = place // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        array = self._mapped.get(place)  # ties are known by their addresses: map once
+        array = self._mapped.get((place, nbytes))  # ties are known by their addresses: map once
         if array is None:
             mapping = mmap.mmap(self._fd, place - start + nbytes, flags=mmap.MAP_PRIVATE, offset=start)
-            array = self._mapped[place] = np.frombuffer(mapping, dtype=np.uint8)
+            array = self._mapped[place, nbytes] = np.frombuffer(mapping, dtype=np.uint8)
         return torch.from_numpy(array)[place - start :]
 
     def rest(self, keep: bool) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
@@ -38,7 +39,7 @@ __all__ = ["Follower", "Outcome", "Ranks"]
 
 T = TypeVar("T")
 
-_counter = itertools.count()
+_counters: dict[tuple[int, ...], Iterator[int]] = {}  # of updaters, by the ranks that make them alike
 SLACK = 5.0
 """Seconds beyond a call's own deadline that a rank waits for what the first one has to say of it."""
 
@@ -134,7 +135,8 @@ class Ranks:
             raise PreflightError(f"the weights are sharded over different ranks: {spread}; send them one by one")
         ranks = sorted(found)[0]
         store = dist._get_default_store()
-        name = f"weightwire/{'-'.join(map(str, ranks))}/{next(_counter)}"
+        number = next(_counters.setdefault(ranks, itertools.count()))
+        name = f"weightwire/{'-'.join(map(str, ranks))}/{number}"
         return cls(ranks, dist.get_rank(), dist.PrefixStore(name, store), timeout)
 
     def together(
@@ -228,7 +230,7 @@ class Ranks:
         """Delete words that everybody has answered to."""
         for number in list(self._unread):
             keys = [f"{number}/{rank}" for rank in self._others]
-            if number != self._word and all(map(self._there, keys)):
+            if number != self._word and self._there(*keys):
                 for key in (str(number), f"{number}/go", *keys):
                     self._store.delete_key(key)
                 self._unread.remove(number)
@@ -245,13 +247,15 @@ class Ranks:
             if isinstance(word, _Begin):
                 call = word.call
                 mine = call >= self._call  # else a call that this rank had given up
+                if mine:  # the first rank may have come late, and has all of its time from here on
+                    self._deadline = Deadline.after(self._seconds)
                 if mine and word.kind != kind:
                     against = f"is in {kind}(), where the first rank is in {word.kind}()"
                 elif mine and state is not None:
                     try:
                         found = state()
-                    except WeightwireError as exc:
-                        against = str(exc)
+                    except Exception as exc:  # whatever it is, the first rank must not wait for us
+                        against = str(exc) if isinstance(exc, WeightwireError) else f"{type(exc).__name__}: {exc}"
             elif isinstance(word, _Go):
                 if not mine or found is None:
                     against = "has not come to this call"
@@ -302,9 +306,9 @@ class Ranks:
         except RuntimeError as exc:  # DistStoreError; of a lost connection, too
             raise _Silence from exc
 
-    def _there(self, key: str) -> bool:
+    def _there(self, *keys: str) -> bool:
         try:
-            return bool(self._store.check([key]))
+            return bool(self._store.check(list(keys)))
         except RuntimeError:
             return False
 
@@ -319,6 +323,7 @@ def _is_spread(tensor: Any) -> bool:
 
 class _Job(NamedTuple):
     tensor: Any
+    stream: Any  # of the thread that asks, where the tensor is on a GPU
     done: SimpleQueue[Any]
 
 
@@ -336,11 +341,13 @@ class _Gatherer:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="weightwire-gather", daemon=True)
             self._thread.start()
-        job = _Job(tensor, SimpleQueue())
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+        job = _Job(tensor, _stream_of(tensor), SimpleQueue())
         self._jobs.put(job)
         try:
             found = job.done.get(timeout=max(seconds, 0.001))
         except queue.Empty:
+            self._jobs.put(None)
             self._thread, self._jobs = None, SimpleQueue()  # that one may never come back
             raise WaitTimeout(
                 f"tensor {name!r} was not gathered within {seconds:.3g} s: a rank of the trainer is stuck or "
@@ -361,15 +368,23 @@ def _serve(jobs: SimpleQueue[_Job | None]) -> None:
 
     while (job := jobs.get()) is not None:
         try:
-            whole = gathered(job.tensor)
-            if whole.is_cuda:
-                torch.cuda.current_stream(whole.device).synchronize()
+            with nullcontext() if job.stream is None else torch.cuda.stream(job.stream):
+                whole = gathered(job.tensor)
+            if job.stream is not None:
+                job.stream.synchronize()
         except BaseException as exc:
             job.done.put(exc)
         else:
             job.done.put(whole)
             del whole
         del job
+
+
+def _stream_of(tensor: Any) -> Any:
+    """The stream on which a tensor may still be written, and on which what is gathered is read."""
+    import torch
+
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 class Follower(Sender):

@@ -377,6 +377,10 @@ class WeightReceiver:
             layout = self._target.admit(header)
             if self._plan is None or self._plan.layout != layout:
                 self._plan = StreamPlan(layout, self._group)
+            buckets = iter(delivery.buckets())
+            first = list(itertools.islice(buckets, 1))  # before it is there, nothing has to be given up for it
+        except UpdaterLostError:  # it, or something newer, may come again
+            return None
         except Exception as exc:
             raise self._refuse(header.stamp, "verify", exc, ruined=False) from exc
         verified, touched = time.perf_counter(), False
@@ -384,7 +388,7 @@ class WeightReceiver:
             with self._guard:
                 touched = True
                 self._state = _State(Have(old.have.stamp, None, None), metadata=old.metadata)
-                poured = pour(header, delivery.buckets(), self._target, self._plan)
+                poured = pour(header, itertools.chain(first, buckets), self._target, self._plan)
                 event = Applied(
                     worker=self.worker,
                     incarnation=self._incarnation,
@@ -394,8 +398,9 @@ class WeightReceiver:
                     nbytes=poured.nbytes,
                     seconds={"verify": verified - begun, "commit": time.perf_counter() - verified},
                 )
-                self._state = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
                 self._seal.open()
+                applied = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
+                self._state, touched = applied, False  # whole: what a hook is interrupted by is no mixture
                 failed = self._call_hooks(event)
         except BaseException as exc:
             if touched:
@@ -672,7 +677,12 @@ def _trained(weights: Any) -> str:
 def _device(weights: Any) -> str:
     import torch
 
-    first = next(weights.parameters(), None) if isinstance(weights, torch.nn.Module) else None
+    first: torch.Tensor | None
+    if isinstance(weights, torch.nn.Module):
+        first = next(weights.parameters(), None)
+    else:
+        values = weights.values() if isinstance(weights, Mapping) else ()
+        first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     return "cpu" if first is None else str(first.device)
 
 

@@ -29,7 +29,7 @@ from weightwire.ground import Ground
 from weightwire.observers import Observers
 from weightwire.ranks import Follower, Outcome, Ranks
 from weightwire.registry import open_backend, require
-from weightwire.report import PushReport, Receipt
+from weightwire.report import PushReport, Receipt, peak_memory
 from weightwire.roster import Failure, Roster, WorkerInfo
 from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version, bounded
 from weightwire.weights.names import decode_needs, preflight
@@ -37,6 +37,8 @@ from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
 
 if TYPE_CHECKING:
+    import torch
+
     from weightwire.transport import Event, Sender
     from weightwire.weights.layout import Layout
     from weightwire.weights.names import Cast, Rename, Select
@@ -118,6 +120,7 @@ class WeightUpdater:
         self._ground = Ground()
         self._checked: dict[tuple[str, int], tuple[Layout, bool, str]] = {}
         self._turn = _Turn(self._origin.what)
+        self._step = _Turn(self._origin.what)  # of a sharded trainer's ranks: their calls are in step one by one
         self._ear = threading.Lock()  # held by the thread that listens to the backend
         self._books = threading.RLock()  # guards roster and ground
         self._booked = threading.Condition(self._books)
@@ -253,7 +256,8 @@ class WeightUpdater:
             return Outcome(version=self.version, run=self.run, report=report)
 
         seconds = bounded(timeout, self.timeout)
-        found = self._ranks.together(kind, seconds, outcome, lambda: self._newest, state, self._learn)
+        with self._step.taken(Deadline.after(seconds)):
+            found = self._ranks.together(kind, seconds, outcome, lambda: self._newest, state, self._learn)
         assert found.report is not None
         return found.report
 
@@ -341,7 +345,7 @@ class WeightUpdater:
             self._wait(names, payload.stamp, state, deadline)
         payload.seconds["wait"] = time.perf_counter() - begun
         self._size = (payload.stamp.number, len(payload.layout.entries), sum(payload.layout.sizes))
-        report, failures = self._report(names, payload.stamp, dict(payload.seconds))
+        report, failures = self._report(names, payload.stamp, dict(payload.seconds), payload.devices)
         self._pulse.pushed(report)
         if self._observers:
             self._observers.after_push(endpoint=self.endpoint, report=report)
@@ -350,7 +354,11 @@ class WeightUpdater:
         return report
 
     def _report(
-        self, names: Iterable[str], stamp: Version, seconds: dict[str, float]
+        self,
+        names: Iterable[str],
+        stamp: Version,
+        seconds: dict[str, float],
+        devices: Iterable[torch.device] = (),
     ) -> tuple[PushReport, list[Failure]]:
         """What became of a version so far, and the failures that the caller has to be told of."""
         with self._books:
@@ -367,6 +375,7 @@ class WeightUpdater:
             nbytes=nbytes if number == stamp.number else 0,
             seconds=seconds,
             errors=tuple(self._observers.take_errors()),
+            memory=peak_memory(devices),
         )
         return report, failures
 
@@ -413,13 +422,14 @@ class WeightUpdater:
         """Wait until at least ``count`` workers have joined; their names. Raises :class:`~weightwire.WaitTimeout`."""
         if self._ranks is None:
             return self._await_workers(count, timeout)
-        lead = bind(self._await_workers, count, timeout)
-        return self._ranks.together(
-            "wait_for_workers",
-            bounded(timeout, self.timeout),
-            lambda: Outcome(version=self.version, run=self.run, names=lead()),
-            lambda: self._newest,
-        ).names
+        lead, seconds = bind(self._await_workers, count, timeout), bounded(timeout, self.timeout)
+        with self._step.taken(Deadline.after(seconds)):
+            return self._ranks.together(
+                "wait_for_workers",
+                seconds,
+                lambda: Outcome(version=self.version, run=self.run, names=lead()),
+                lambda: self._newest,
+            ).names
 
     def _await_workers(self, count: int, timeout: float | None) -> list[str]:
         self._check()
@@ -474,6 +484,8 @@ class WeightUpdater:
                 with self._books:  # if it was a glance that had the ear, it has not any more
                     mine[:] = map(self._ear.acquire, (False,))
             if mine[0]:
+                if self._heard:  # by a glance, so that there is something to be booked at once
+                    deadline = NOW
                 self._heard.extend(chain.from_iterable(map(self._sender.events, (deadline,))))
                 if self._heard:
                     self._book()

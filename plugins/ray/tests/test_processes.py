@@ -86,7 +86,9 @@ def test_nothing_starts_ray_again_after_its_shutdown(cluster: str) -> None:
             print("lost", "Ray was shut down" in str(exc))
         print(updater.workers != None, receiver.connected)
         updater.close(), receiver.close()
-        time.sleep(0.1)
+        until = time.monotonic() + 10
+        while any("weightwire" in t.name for t in threading.enumerate()) and time.monotonic() < until:
+            time.sleep(0.01)
         print(ray.is_initialized(), [t.name for t in threading.enumerate() if "weightwire" in t.name])
         ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logging_level="ERROR")
         with WeightUpdater("ray://shutdown", timeout=60) as updater:

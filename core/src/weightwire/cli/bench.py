@@ -17,7 +17,7 @@ from weightwire.cli import peers, trial
 from weightwire.cli.text import aligned, complain, did_you_mean, duration, printable, rate, size
 from weightwire.cli.trial import Trial, TrialError
 from weightwire.endpoint import parse, parse_size
-from weightwire.errors import EndpointError, WeightwireError
+from weightwire.errors import WeightwireError
 from weightwire.registry import find
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(
         nbytes = parse_size(size_text)
         for text in endpoints:
             find(parse(text))
-    except (WeightwireError, EndpointError) as exc:
+    except WeightwireError as exc:
         complain(str(exc))
         return 2
     if fault := _fault(nbytes, tensors, apply, against):

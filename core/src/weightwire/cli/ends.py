@@ -102,8 +102,10 @@ class Leader:
         else:
             for number in range(self._count):
                 module = make_state(*self._state)
-                inline = "inline" in self._capabilities
-                receiver = WeightReceiver(updater.endpoint, module, worker=f"w{number}", inline=inline)
+                inline = self._apply == "copy" and "inline" in self._capabilities
+                receiver = WeightReceiver(
+                    updater.endpoint, module, worker=f"w{number}", apply=self._apply, inline=inline
+                )
                 self._inside.append((receiver, module))
         updater.wait_for_workers(self._count, OPENING)
         return {

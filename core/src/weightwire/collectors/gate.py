@@ -42,8 +42,8 @@ _visits: contextvars.ContextVar[tuple[Visit, ...]] = contextvars.ContextVar("wei
 class GatedReceiver:
     """A :class:`~weightwire.WeightReceiver` in a thread of its own, and a gate between it and whoever acts.
 
-    The arguments are those of :class:`~weightwire.WeightReceiver`. ``timeout`` also bounds how long an update keeps new
-    requests waiting for those who act, and how long a request waits at the gate.
+    The arguments are those of :class:`~weightwire.WeightReceiver`, but for ``inline`` and ``guard``. ``timeout`` also
+    bounds how long an update keeps new requests waiting for those who act, and how long a request waits at the gate.
 
     A version is verified, and made ready, while the policy acts. Then the gate is shut: who acts goes on to the end of
     the block, who comes waits; the version is committed, the ``on_applied`` hooks run, and the gate opens. Neither side

@@ -53,7 +53,7 @@ def _guarded(kind: type) -> type:
     looks = _looks()
 
     def refuse(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in looks:
+        if function in looks and not (function is torch.Tensor.type and (len(args) > 1 or kwargs)):  # which converts
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         found = next((arg for arg in _flat(args) if is_guarded(arg)), None)

@@ -34,7 +34,7 @@ def merged(weights: Any) -> dict[str, Tensor]:
     """Names and tensors of the module without adapters. Merged ones are made one by one, when they are sent.
 
     Raises :class:`~weightwire.PreflightError` for what is no Module with adapters, and for adapters that cannot be
-    added up (DoRA, biases, sharded weights), naming them.
+    added up (DoRA, biases, sharded or quantised weights), naming them.
     """
     import torch
 
@@ -45,6 +45,7 @@ def merged(weights: Any) -> dict[str, Tensor]:
             f"this {type(weights).__qualname__}"
         )
     tensors: dict[str, Tensor] = {}
+    added: set[str] = set()
     for name, leaf in leaves(weights):
         prefix = max((p for p in layers if name.startswith(p)), key=len, default=None)
         if prefix is None:
@@ -56,7 +57,10 @@ def merged(weights: Any) -> dict[str, Tensor]:
         inner = own.removeprefix(BASE)
         if inner == "weight":
             leaf = _deferred(leaf, _adder(prefix.rstrip("."), layers[prefix], leaf))
+            added.add(prefix)
         tensors[prefix + inner] = leaf
+    if left := [prefix.rstrip(".") for prefix in layers if prefix not in added]:
+        raise PreflightError(f"merge=True: there is no plain weight to add adapters to (quantised?) in {left[:5]}")
     if hasattr(weights, "peft_config") and all(name.startswith(PEFT) for name in tensors):
         tensors = {name[len(PEFT) :]: tensor for name, tensor in tensors.items()}
     return tensors
@@ -73,6 +77,8 @@ def _adder(name: str, layer: Any, weight: Tensor) -> Callable[[], Tensor]:
     """What makes the merged weight."""
     if is_dtensor(weight):
         raise PreflightError(f"merge=True: {name!r} is sharded; push adapters alone: select='*lora_*', partial=True")
+    if not weight.is_floating_point():
+        raise PreflightError(f"merge=True: the weight of {name!r} is {weight.dtype}, to which no adapter can be added")
     if getattr(layer, "merged", False):  # added already, in place, by its owner
         return weight.detach
     if hasattr(layer, "get_delta_weight"):
@@ -83,6 +89,10 @@ def _adder(name: str, layer: Any, weight: Tensor) -> Callable[[], Tensor]:
         return partial(_with_peft, layer, weight, adapters)
     if not hasattr(layer.lora_A, "shape") or not hasattr(layer.lora_B, "shape"):
         raise PreflightError(f"merge=True: the adapters of {name!r} are neither tensors nor PEFT's")
+    rows, columns = layer.lora_B.shape[0], layer.lora_A.shape[-1]
+    shape = (columns, rows) if getattr(layer, "fan_in_fan_out", False) else (rows, columns)
+    if tuple(weight.shape) != shape or layer.lora_B.shape[-1] != layer.lora_A.shape[0]:
+        raise PreflightError(f"merge=True: lora_B @ lora_A of {name!r} is not of the weight's shape")
     return partial(_with_product, layer, weight)
 
 

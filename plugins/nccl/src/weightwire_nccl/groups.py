@@ -201,12 +201,11 @@ class NcclGroup(Group):
         self._device = torch.device(device)
         self._board = board
         self._store = BoardStore(board)
-        torch.cuda.set_device(self._device)  # of this thread
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         options.config.blocking = 0
         try:
-            with _environment(_NCCL_SETTINGS):
+            with torch.cuda.device(self._device), _environment(_NCCL_SETTINGS):
                 store = c10d.PrefixStore("weightwire", self._store)
                 self._group = c10d.ProcessGroupNCCL(store, rank, size, options)
         except RuntimeError as exc:
@@ -229,9 +228,9 @@ class NcclGroup(Group):
         return self._post(lambda: self._group.allgather([list(parts)], [part]))
 
     def _post(self, call: Any) -> Any:
-        torch.cuda.set_device(self._device)
         try:
-            return call()
+            with torch.cuda.device(self._device):  # this may be the user's thread, with a device of its own
+                return call()
         except RuntimeError as exc:
             raise GroupError(f"NCCL: {exc}") from exc
 

@@ -78,7 +78,7 @@ class Accepted(_Message, frozen=True):
 
 
 class Reject(_Message, frozen=True):
-    """The trainer does not take this worker; ``kind`` is ``"name"``, ``"token"`` or ``"protocol"``."""
+    """The trainer does not take this worker; ``kind`` is ``"name"``, ``"token"``, ``"protocol"`` or ``"stream"``."""
 
     kind: str
     reason: str

@@ -99,9 +99,11 @@ class RayReceiver(Receiver):
         begun = time.monotonic()
         while not self._over:
             serial = self._serial
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            if self._error is not None:
+                with self._changed:  # or else one that comes just now would be lost
+                    error, self._error = self._error, None
+                if error is not None:
+                    raise error
             chosen = None if self.closed else choose(have, self._full, self._subset)
             if chosen is not None and deadline is not None and self._as_of < begun and not deadline.expired:
                 self._catch_up(deadline)

@@ -21,7 +21,11 @@ __all__ = ["ApplyingCases"]
 
 # Python swallows a KeyboardInterrupt that hits a weakref's or the collector's callback (seen: those of its own WeakSet)
 # and pytest tells of it. Any other error there is a fault.
-swallowed = pytest.mark.filterwarnings("ignore:(?s).*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning")
+swallowed = pytest.mark.filterwarnings(
+    "ignore:(?s).*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning",
+    # Interrupted between the making of a socket and its keeping: nobody has it, and Python closes it, with a warning.
+    "ignore:unclosed.*socket:ResourceWarning",
+)
 
 
 class ApplyingCases(Cases):
