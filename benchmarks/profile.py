@@ -22,7 +22,7 @@ import torch
 import weightwire.receiver
 from weightwire import WeightReceiver, WeightUpdater
 
-TURNS, WARM = 300, 50
+TURNS, WARM = 200, 30
 
 
 class Steps:

@@ -124,6 +124,11 @@ def benchmarks() -> str:
     return (RESULTS / "latest.md").read_text().strip()
 
 
+def profile() -> str:
+    """Where the time of the small state goes, as `make bench` measured it."""
+    return (RESULTS / "profile.md").read_text().strip()
+
+
 def plots() -> str:
     """The plots that the run drew, whichever they are."""
     told = {
@@ -262,6 +267,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "capabilities": capabilities,
     "figures": figures,
     "benchmarks": benchmarks,
+    "profile": profile,
     "file": file,
     "source": source,
     "plots": plots,

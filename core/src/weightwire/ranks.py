@@ -89,8 +89,13 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
             raise kind(self.error, report=self.report, **self.facts)  # type: ignore[arg-type]
         if isinstance(kind, type) and issubclass(kind, WeightwireError):
             raise kind(self.error)
+        if self.kind in _BUILT_IN:
+            raise _BUILT_IN[self.kind](self.error)
         raise PushError(f"the first rank of the trainer ended with {self.kind}: {self.error}")
 
+
+_BUILT_IN = {kind.__name__: kind for kind in (RuntimeError, TypeError, ValueError)}
+"""Errors that are none of ours and mean the same on every rank: of arguments, mostly."""
 
 _Word = Union[_Begin, _Go, Outcome]
 _ENCODE, _DECODER = msgspec.msgpack.encode, msgspec.msgpack.Decoder(_Word)

@@ -21,6 +21,34 @@ from weightwire_ipc.sender import IpcSender
 
 NOTHING = Have()
 
+ON_A_DEVICE = (
+    "aliased",
+    "applied",
+    "kept_views",
+    "views_outlive",
+    "reader_never_sees",
+    "late",
+    "some",
+    "subset",
+    "histories",
+    "thousand",
+    "come_and_go",
+    "worker_is_killed",
+    "trainer_is_killed",
+    "stream",
+    "ties",
+    "shapes",
+)
+"""Words in the names of the kit's cases that are run on a device each time; the others only in the soak."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "TestIpcOnADevice" in item.nodeid:
+            name = item.name
+            if "histories_with_deaths" in name or not any(word in name for word in ON_A_DEVICE):
+                item.add_marker(pytest.mark.soak)
+
 
 class Bench:
     """Opens ends at one place and closes them all at the end of the test."""
@@ -29,10 +57,10 @@ class Bench:
         self.location = location
         self.opened: list[Any] = []
 
-    def sender(self, location: str | None = None, **options: Any) -> IpcSender:
+    def sender(self, location: str | None = None, *, layer: Any = None, **options: Any) -> IpcSender:
         place = self.location if location is None else location
         context = SenderContext(epoch=1000, deadline=Deadline.after(5))
-        sender = IpcSender(parse({"backend": "ipc", "location": place}), IpcOptions(**options), context)
+        sender = IpcSender(parse({"backend": "ipc", "location": place}), IpcOptions(**options), context, layer)
         self.opened.append(sender)
         return sender
 
@@ -43,16 +71,19 @@ class Bench:
         location: str | None = None,
         apply: str = "copy",
         have: Have = NOTHING,
+        layer: Any = None,
+        trained: str = "",
         **joined: Any,
     ) -> IpcReceiver:
         context = ReceiverContext(
             joined=Joined(worker=worker, **joined),
             have=lambda: have,
             apply=apply,
+            trained=trained,
             deadline=Deadline.after(5),
             logger=logging.getLogger("test"),
         )
-        receiver = IpcReceiver(self.location if location is None else location, context)
+        receiver = IpcReceiver(self.location if location is None else location, context, layer)
         self.opened.append(receiver)
         return receiver
 

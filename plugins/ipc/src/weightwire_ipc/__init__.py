@@ -35,10 +35,11 @@ def weightwire_make_sender(endpoint: Endpoint, options: IpcOptions, context: Sen
     more files or memory.
     """
     _check_platform()
+    from weightwire_ipc.cuda import CudaLayer
     from weightwire_ipc.sender import IpcSender
 
     try:
-        return IpcSender(endpoint, options, context)
+        return IpcSender(endpoint, options, context, CudaLayer() if options.device == "auto" else None)
     except OSError as exc:
         advice = "; raise the limit (ulimit -n)" if exc.errno == errno.EMFILE else ""
         raise WeightwireError(f"endpoint {str(endpoint)!r} cannot be opened: {exc}{advice}") from exc
@@ -55,9 +56,11 @@ def weightwire_make_receiver(endpoint: Endpoint, options: IpcOptions, context: R
             f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
             "'ipc://policy', or hand updater.endpoint on to the workers."
         )
+    from weightwire_ipc.cuda import CudaLayer
     from weightwire_ipc.receiver import IpcReceiver
 
-    return IpcReceiver(endpoint.location, context)
+    on_gpu = options.device == "auto" and context.device.startswith("cuda")
+    return IpcReceiver(endpoint.location, context, CudaLayer() if on_gpu else None)
 
 
 def _check_platform() -> None:

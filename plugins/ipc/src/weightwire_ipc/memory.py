@@ -23,6 +23,7 @@ __all__ = [
     "MAGIC",
     "NUMBER",
     "PAGE",
+    "WHERE",
     "Board",
     "BoardView",
     "allocate",
@@ -68,24 +69,28 @@ def reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def allocate(fd: int, nbytes: int) -> None:
-    """Reserve memory for the whole file, so that no later write can fail.
+def allocate(fd: int, nbytes: int, size: int = 0) -> None:
+    """Reserve memory for so many bytes of a file, so that no later write to them can fail. ``size``: how long the file
+    is to be, where it is longer than that: the rest has no memory yet.
 
     Raises :class:`~weightwire.StorageFullError` with the sizes.
     """
     room = _room()
     if nbytes > room:
         raise StorageFullError(f"a version needs {_mib(nbytes)} of shared memory, but only {_mib(room)} are free")
-    for start in range(0, nbytes, _STEP):  # in steps: a signal makes the kernel undo the one at hand
-        try:
+    start = 0
+    try:
+        for start in range(0, nbytes, _STEP):  # in steps: a signal makes the kernel undo the one at hand
             os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
-        except OSError as exc:
-            if exc.errno not in _NO_ROOM:
-                raise
-            raise StorageFullError(
-                f"a version needs {_mib(nbytes)} of shared memory, but only {_mib(start)} could be had "
-                f"({exc.strerror}); {_mib(room)} of memory are free"
-            ) from exc
+        if size > nbytes:
+            os.ftruncate(fd, size)
+    except OSError as exc:
+        if exc.errno not in _NO_ROOM:
+            raise
+        raise StorageFullError(
+            f"a version needs {_mib(max(nbytes, size))} of shared memory, but only {_mib(start)} could be had "
+            f"({exc.strerror}); {_mib(room)} of memory are free"
+        ) from exc
 
 
 def _room() -> int:
@@ -224,8 +229,9 @@ class BoardView:
         return before, data if good else None
 
 
-HEADER = struct.Struct("=8sQ16sQQ")
-"""At the beginning of a slot: magic, bytes of the header, its xxh3-128, epoch, number. The header follows."""
-EPOCH, NUMBER = 4, 5
-"""Where the stamp is, in words of 8 bytes."""
-MAGIC = b"WWSLOT\x00\x01"
+HEADER = struct.Struct("=8sQ16sQQQ")
+"""At the beginning of a slot: magic, bytes of the header, its xxh3-128, epoch, number, where. The header follows."""
+EPOCH, NUMBER, WHERE = 4, 5, 6
+"""Where the stamp is, and where the payload lies, in words of 8 bytes. The payload: bit 0, behind the header; the bits
+above, the number of the device arena that has it, 0 for none."""
+MAGIC = b"WWSLOT\x00\x02"

@@ -1,9 +1,9 @@
 """What the two ends say to each other over their socket, and how messages travel.
 
-Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory`; :class:`News` stand on a board in shared
-memory, and a bare packet, the ring, says to look there. Worker to trainer: :class:`Hello`, then :class:`Report` and
-:class:`Goodbye`. All are closed msgspec types; nothing is unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: a
-packet carries a serial number and a message.
+Trainer to worker: :class:`Welcome` or :class:`Reject`, then :class:`Memory`, :class:`Probe` and :class:`Lend`;
+:class:`News` stand on a board in shared memory, and a bare packet, the ring, says to look there. Worker to trainer:
+:class:`Hello`, then :class:`Probed`, :class:`Report` and :class:`Goodbye`. All are closed msgspec types; nothing is
+unpickled. The socket is a Unix ``SOCK_SEQPACKET`` one: a packet carries a serial number and a message.
 
 A message that is larger than a packet travels in a memfd that comes with it, so that sending never has to wait for the
 other end to read.
@@ -27,12 +27,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Union
+from typing import Annotated, Any, NamedTuple, Union
 
 import msgspec
 
 from weightwire.errors import WireError
 from weightwire.transport import Version
+from weightwire_ipc.device import Handle
 from weightwire_ipc.memory import memfd
 
 __all__ = [
@@ -41,9 +42,12 @@ __all__ = [
     "Channel",
     "Goodbye",
     "Hello",
+    "Lend",
     "Memory",
     "Message",
     "News",
+    "Probe",
+    "Probed",
     "Reject",
     "Report",
     "SlotInfo",
@@ -53,15 +57,17 @@ __all__ = [
     "peer_of",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Grows when one end could not understand the other."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker introduces itself: ``joined`` is a :class:`~weightwire.transport.Joined` in the core's wire format."""
+    """A worker introduces itself: ``joined`` is a :class:`~weightwire.transport.Joined` in the core's wire format,
+    ``device`` the UUID of the device on which its weights are, empty for the host."""
 
     protocol: int
     joined: bytes
+    device: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +122,29 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     slots: tuple[tuple[int, int, int], ...]
 
 
-Message = Union[Hello, Report, Goodbye, Welcome, Reject, Memory]
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Can you read this? ``digest`` is the xxh3-128 of what lies there."""
+
+    handle: Handle
+    digest: bytes
+
+
+class Probed(msgspec.Struct, frozen=True, tag=True):
+    """Why the worker cannot read the trainer's device memory; empty where it can. Also said later, where it cannot any
+    more."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=2000)]
+
+
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """The device memory of a slot, exported for this worker once. It is in place of any other of that slot."""
+
+    slot: int
+    arena: int
+    handle: Handle
+
+
+Message = Union[Hello, Report, Goodbye, Probed, Welcome, Reject, Memory, Probe, Lend]
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

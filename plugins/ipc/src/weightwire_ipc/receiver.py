@@ -8,6 +8,7 @@ import select
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -39,9 +40,12 @@ from weightwire_ipc.protocol import (
     Channel,
     Goodbye,
     Hello,
+    Lend,
     Memory,
     Message,
     News,
+    Probe,
+    Probed,
     Reject,
     Report,
     SlotInfo,
@@ -49,6 +53,7 @@ from weightwire_ipc.protocol import (
     decode_news,
     peer_of,
 )
+from weightwire_ipc.reach import Holds, Reach
 
 if TYPE_CHECKING:
     import socket
@@ -58,6 +63,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from weightwire.transport import Version
+    from weightwire_ipc.device import Layer
+    from weightwire_ipc.reach import OpenArena
 
 __all__ = ["IpcReceiver"]
 
@@ -84,6 +91,7 @@ class MappedSlot:
         check_sealed(fd, size)
         self.number = number
         self.start, self.size = start, size
+        self.where = 0  # of the payload of the header that was read last
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         self._payload = np.frombuffer(self._memory, dtype=np.uint8, offset=start)
         self._buffer: Tensor | None = None
@@ -95,7 +103,7 @@ class MappedSlot:
 
         Raises :class:`~weightwire.DigestError`.
         """
-        magic, length, digest, epoch, number = HEADER.unpack_from(self._memory)
+        magic, length, digest, epoch, number, self.where = HEADER.unpack_from(self._memory)
         if (epoch, number) != stamp:
             return None
         header = self._memory[HEADER.size : min(HEADER.size + length, self.start)]
@@ -149,8 +157,10 @@ class _Unguarded:
 class Session:
     """One connection to one updater, with all that belongs to it."""
 
-    def __init__(self, sock: socket.socket, pid: int) -> None:
+    def __init__(self, sock: socket.socket, pid: int, reach: Reach | None) -> None:
+        """``reach``: where the worker's weights are on a device."""
         self.channel = Channel(sock)
+        self.reach = reach
         self.pid = pid
         self.board: BoardView | None = None
         self.leases: ReadLeases | None = None  # from the welcome on
@@ -186,6 +196,8 @@ class Session:
             for number in self.slots.keys() - self.news.live:
                 if number < self.news.until:
                     self.slots.pop(number).close()
+                    if self.reach is not None:
+                        self.reach.forget(number)
         self.sequence = sequence if data is not None else -1
 
     def choose(self, have: Have) -> SlotInfo | None:
@@ -209,6 +221,11 @@ class Session:
                 self.leases = ReadLeases(fds[1], message.lane)
         elif isinstance(message, Reject):
             self.rejected = message
+        elif isinstance(message, Probe) and self.reach is not None:
+            self.channel.send(Probed(self.reach.probe(message, fds)[:2000]))
+        elif isinstance(message, Lend) and self.reach is not None:
+            if reason := self.reach.lend(message, fds):
+                self.channel.send(Probed(reason[:2000]))
         else:
             raise WireError(f"{type(message).__name__} came out of turn")
 
@@ -217,6 +234,8 @@ class Session:
         self.channel.close()
         for slot in self.slots.values():
             slot.close()
+        if self.reach is not None:
+            self.reach.close()
         if self.leases is not None:
             self.leases.close()
 
@@ -245,9 +264,13 @@ class _Lent(NamedTuple):
 class IpcReceiver(Receiver):
     """See :class:`weightwire.transport.Receiver`."""
 
-    def __init__(self, location: str, context: ReceiverContext) -> None:
+    def __init__(self, location: str, context: ReceiverContext, layer: Layer | None = None) -> None:
+        """``layer``: what can open the trainer's device memory, where the target is on such a device."""
         self._location = location
         self._context = context
+        self._device = "" if layer is None else layer.mine(context.device)
+        self._layer = layer if self._device else None
+        self._holds = None if self._layer is None else Holds(self._layer, self._device)
         self._alias = context.apply == "alias"
         self._origin = Origin(f"The ipc receiver {context.worker!r} of 'ipc://{location}'")
         self._cache = wire.LayoutCache()
@@ -309,7 +332,9 @@ class IpcReceiver(Receiver):
         if session.fresh and session.channel.idle and now < self._look_at:
             info = session.choose(have)
             if info is None or info.slot in session.slots:
-                return self._offer(session, info)
+                found = self._offer(session, info)
+                if found is not None or info is None or session.reach is None:
+                    return found  # else what it takes to open device memory may wait in the socket
         self._look_at = now + LOOK
         self._sweep(session)
         most, dry, delivery = 1, False, None
@@ -337,9 +362,10 @@ class IpcReceiver(Receiver):
             self._rest(self._retry_at)
             return None
         self.whereabouts += f" to process {pid}"
-        session = self._session = Session(sock, pid)
+        reach = None if self._layer is None else Reach(self._layer, self._device)
+        session = self._session = Session(sock, pid, reach)
         joined = msgspec.structs.replace(self._context.joined, have=self._context.have())
-        session.channel.send(Hello(PROTOCOL, wire.encode_event(joined)))
+        session.channel.send(Hello(PROTOCOL, wire.encode_event(joined), self._device))
         return session
 
     def _rest(self, until: float) -> None:
@@ -386,7 +412,7 @@ class IpcReceiver(Receiver):
             return None
         try:
             data = slot.header(info.stamp)
-            delivery = None if data is None else self._deliver(slot, lease, self._decode(data, info, slot))
+            delivery = None if data is None else self._deliver(session, slot, lease, self._decode(data, info, slot))
         except (DigestError, OSError) as exc:  # damaged, or not to be mapped: no memory, no room for another mapping
             lease.release()
             return _Damaged(info, exc)
@@ -403,8 +429,14 @@ class IpcReceiver(Receiver):
             raise WireError(f"the header of version {info.stamp.number} does not fit what was announced of it")
         return header
 
-    def _deliver(self, slot: MappedSlot, lease: Lease, header: Header) -> Delivery:
+    def _deliver(self, session: Session, slot: MappedSlot, lease: Lease, header: Header) -> Delivery | None:
         nbytes = header.layout.nbytes
+        if session.reach is not None:
+            arena = session.reach.arena(slot.where >> 1, slot.number, nbytes)
+            if arena is not None:
+                return self._deliver_from(arena, lease, header)
+        if not slot.where & 1:
+            return None  # what it takes to open it is on its way, or it will be copied to the host
         if not self._alias:
             return Delivery(header, buffer=slot.buffer(nbytes), memory=slot, release=lease.release)
         if nbytes <= SMALL:
@@ -415,6 +447,14 @@ class IpcReceiver(Receiver):
             array = np.frombuffer(mapping, dtype=np.uint8)
             self._keep_until_dead(array, _Lent(weakref.ref(array), lease, slot, mapping))
         return Delivery(header, array=array, writable=True)
+
+    def _deliver_from(self, arena: OpenArena, lease: Lease, header: Header) -> Delivery:
+        """A version in device memory, which others read too and nobody may write to."""
+        assert self._holds is not None
+        if not self._alias:
+            return Delivery(header, buffer=arena.buffer(header.layout.nbytes), memory=arena, release=lease.release)
+        make = self._holds.copied if self._context.trained else self._holds.aliased
+        return make(arena, header, lease)
 
     def _keep_until_dead(self, array: NDArray[np.uint8], lent: _Lent) -> None:
         """End the lease with the last view: all of them hold ``array``."""
@@ -427,6 +467,8 @@ class IpcReceiver(Receiver):
         for serial, lent in list(self._alive.items()):
             if lent.array() is None:
                 _dead(self._alive, serial)
+        if self._holds is not None:
+            self._holds.sweep()
         if session.leases is not None:
             session.leases.sweep()
 
@@ -446,6 +488,8 @@ class IpcReceiver(Receiver):
         self._words, self._seen = _QUIET, -1
         self.connected = False
         self._take_along()
+        if self._holds is not None:
+            self._holds.sweep()
         if self._session is not None:
             self._take_leave(self._session, deadline)
         self._session = None
@@ -453,6 +497,9 @@ class IpcReceiver(Receiver):
 
     @staticmethod
     def _take_leave(session: Session, deadline: Deadline) -> None:
+        if session.reach is not None:  # what was exported for this worker is only let go by opening it
+            with suppress(WireError):
+                session.pump(BURST)
         session.channel.send(Goodbye())
         while not session.channel.flush() and not deadline.expired:
             poll = select.poll()

@@ -23,6 +23,7 @@ from weightwire.transport import (
     Joined,
     Left,
     Lost,
+    Noted,
     Refused,
     Sender,
     SenderContext,
@@ -31,6 +32,8 @@ from weightwire.transport import (
     Version,
 )
 from weightwire_ipc import place
+from weightwire_ipc.arenas import NONE, OPEN, SHUT, Arenas, Link
+from weightwire_ipc.device import DeviceError
 from weightwire_ipc.leases import WriteLocks
 from weightwire_ipc.memory import Board
 from weightwire_ipc.protocol import (
@@ -42,6 +45,7 @@ from weightwire_ipc.protocol import (
     Memory,
     Message,
     News,
+    Probed,
     Reject,
     Report,
     SlotInfo,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
     from weightwire.endpoint import Endpoint
     from weightwire.weights.payload import Payload
+    from weightwire_ipc.device import Layer
     from weightwire_ipc.options import IpcOptions
 
 __all__ = ["IpcSender"]
@@ -88,6 +93,7 @@ class Peer:
         self.lane = lane
         self.pid = pid
         self.board = Board()
+        self.link = Link()
         self.joined: Joined | None = None
         self.acting: Version | None = None
         self.known: set[int] = set()  # slots whose descriptors it has
@@ -119,8 +125,14 @@ class _Announcement(NamedTuple):
 class IpcSender(Sender):
     """See :class:`weightwire.transport.Sender`. ``_lock`` guards all but the slots' bytes; no wait happens under it."""
 
-    def __init__(self, endpoint: Endpoint, options: IpcOptions, context: SenderContext) -> None:
+    def __init__(
+        self, endpoint: Endpoint, options: IpcOptions, context: SenderContext, layer: Layer | None = None
+    ) -> None:
+        """``layer``: what keeps payloads on a device where all of their tensors are on one."""
         self._options = options
+        self._arenas = None if layer is None else Arenas(layer)
+        self._device = ""  # on which payloads were, at least once
+        self._told_of: set[str] = set()  # troubles with it that were logged
         self._logger = context.logger
         self._lock = threading.Lock()
         self._slots: dict[int, Slot] = {}
@@ -172,11 +184,17 @@ class IpcSender(Sender):
             self.epoch = payload.stamp.epoch
         self._attended = time.monotonic() + ATTENDED
         nbytes = payload.layout.nbytes
-        slot = self._take(Need(nbytes, payload.header_size), payload.stamp, deadline)
+        there, here = (False, True) if self._arenas is None else self._places(self._arenas, payload, to)
+        slot = self._take(Need(nbytes, payload.header_size), payload.stamp, deadline, roomless=not here)
         try:
             slot.blank()
-            payload.pack(slot.out(nbytes))
-            slot.write_header(payload.stamp, payload.header_bytes())
+            slot.nbytes = nbytes
+            if there:
+                where = self._write_there(slot, payload, here=here)
+            else:
+                payload.pack(slot.out(nbytes))
+                where = 1
+            slot.write_header(payload.stamp, payload.header_bytes(), where)
         finally:
             self._leases.drop(slot.number)
         with payload.phase("notify"):
@@ -190,14 +208,49 @@ class IpcSender(Sender):
                 self._ring(self._wake)
                 raise
 
-    def _take(self, need: Need, stamp: Version, deadline: Deadline) -> Slot:
-        """A slot of the right size, locked against readers."""
+    def _places(self, arenas: Arenas, payload: Payload, to: frozenset[str] | None) -> tuple[bool, bool]:
+        """Whether a payload is to be written to the device on which its tensors are, and whether to the host."""
+        home = arenas.layer.home(payload.devices)
+        if not home:
+            return False, True
+        with self._lock:
+            if home != arenas.device:
+                arenas.moved(home)
+                self._device = home
+            for peer in list(self._workers.values()):
+                self._probe(peer)
+            return arenas.needs(peer.link for name, peer in self._workers.items() if to is None or name in to)
+
+    def _write_there(self, slot: Slot, payload: Payload, *, here: bool) -> int:
+        """Pack on the device, and copy what was packed to the host where that is needed too; where it lies then."""
+        assert self._arenas is not None
+        try:
+            with self._lock:
+                arena = self._arenas.equip(slot)
+        except DeviceError as exc:
+            self._tell_of("this version goes through the host", exc)
+            payload.pack(slot.out(payload.nbytes))
+            return 1
+        packed = arena.out(payload.nbytes)
+        payload.pack(packed)  # when it returns, the device has done it
+        if here:
+            slot.out(payload.nbytes).copy_(packed)
+        return arena.number << 1 | here
+
+    def _tell_of(self, what: str, exc: Exception) -> None:
+        """Once for each kind of trouble."""
+        if str(exc) not in self._told_of:
+            self._told_of.add(str(exc))
+            self._logger.warning("%s: %s: %s", self.endpoint, what, exc)
+
+    def _take(self, need: Need, stamp: Version, deadline: Deadline, *, roomless: bool = False) -> Slot:
+        """A slot of the right size, locked against readers. ``roomless``: a new one needs no memory for the payload."""
         begun = time.monotonic()
         patience = begun + need.payload / FILL_RATE
         pause = 0.0002
         while True:
             with self._lock:
-                slot = self._find(need, patient=time.monotonic() < patience)
+                slot = self._find(need, patient=time.monotonic() < patience, roomless=roomless)
             if slot is not None:
                 return slot
             if deadline.expired:
@@ -207,7 +260,7 @@ class IpcSender(Sender):
             self._attended = time.monotonic() + ATTENDED
             self._turn()  # reports may set a slot free
 
-    def _find(self, need: Need, *, patient: bool) -> Slot | None:
+    def _find(self, need: Need, *, patient: bool, roomless: bool) -> Slot | None:
         """Look once for a slot, and make one where that is due; ``None``: wait."""
         self._announce()
         kept = self._kept()
@@ -224,7 +277,7 @@ class IpcSender(Sender):
             most = self._options.most(len(self._workers), len(kept))
             plan = choose_slot(need, free, busy, self._options.slots, most)
             if plan.use is None and plan.make and not (plan.patient and patient):
-                plan = plan._replace(use=self._make(need, free, plan.instead))
+                plan = plan._replace(use=self._make(need, free, plan.instead, roomless))
             if plan.use is not None:
                 self._give_up_surplus(free, plan.use)
         except BaseException:
@@ -236,19 +289,19 @@ class IpcSender(Sender):
                 self._leases.drop(slot.number)
         return plan.use
 
-    def _make(self, need: Need, free: list[Slot], instead: Slot | None) -> Slot:
+    def _make(self, need: Need, free: list[Slot], instead: Slot | None, roomless: bool) -> Slot:
         """A new slot, locked. Where memory is short, free slots make way for it."""
         if instead is not None:
             self._discard(instead)
         try:
-            slot = Slot(self._next_slot, need)
+            slot = Slot(self._next_slot, need, roomless=roomless)
         except StorageFullError:
             spare = [slot for slot in free if slot.number in self._slots]
             if not spare:
                 raise
             for slot in spare:
                 self._discard(slot)
-            slot = Slot(self._next_slot, need)
+            slot = Slot(self._next_slot, need, roomless=roomless)
         self._next_slot += 1
         self._slots[slot.number] = slot
         self._leases.take(slot.number)
@@ -349,7 +402,68 @@ class IpcSender(Sender):
             if not peer.channel.try_send(memory, [slot.shared for slot in slots]):
                 return False
             peer.known.update(wanted)
+        return not self._device or self._reach_out(peer, wanted)
+
+    # -- the device --------------------------------------------------------------------------------------------------
+
+    def _probe(self, peer: Peer) -> None:
+        """Find out whether a worker on a device reads the trainer's, where that is not known."""
+        assert self._arenas is not None
+        if not self._device or not peer.link.device or peer.link.state != NONE:
+            return
+        if reason := self._arenas.ask(peer.link, peer.channel):
+            self._shut(peer, reason)
+
+    def _shut(self, peer: Peer, reason: str) -> None:
+        """A worker does not read device memory: it is given the host's."""
+        assert self._arenas is not None
+        peer.link.state = SHUT
+        self._logger.warning("%s: worker %r is sent its weights through the host: %s", self.endpoint, peer.name, reason)
+        self._note(peer, f"through the host: {reason}")
+        self._arenas.withdraw(peer.link)
+
+    def _note(self, peer: Peer, text: str) -> None:
+        assert peer.joined is not None
+        notes = {"device": text[:2000]}
+        self._events.append(Noted(worker=peer.name, incarnation=peer.joined.incarnation, notes=notes))
+
+    def _hear_probed(self, peer: Peer, reason: str) -> None:
+        if reason and peer.link.hopeful:
+            self._shut(peer, reason)
+            peer.dirty = True  # what it could not read is there for it once more
+            self._tell(peer)
+        elif not reason and peer.link.probe is not None:
+            peer.link.state, peer.link.probe = OPEN, None
+            self._note(peer, f"reads the memory of device {self._device}")
+
+    def _reach_out(self, peer: Peer, wanted: set[int]) -> bool:
+        """See to it that a worker can read the payloads of these slots, on the device or else on the host; False where
+        its socket takes no more now."""
+        assert self._arenas is not None
+        for slot in [self._slots[number] for number in wanted if number in self._slots]:
+            arena = slot.arena if slot.where >> 1 else None
+            if arena is None:
+                continue
+            if peer.link.hopeful and arena.device == self._device:
+                try:
+                    if not self._arenas.lend(slot, arena, peer.link, peer.channel):
+                        return False
+                except DeviceError as exc:
+                    self._shut(peer, str(exc))
+            if not slot.where & 1 and not (peer.link.state == OPEN and arena.number in peer.link.lent):
+                self._bring_home(slot)
         return True
+
+    def _bring_home(self, slot: Slot) -> None:
+        """Copy a payload that lies on the device only to the host, for whoever reads it there. Its slot is kept, so
+        nobody writes to it."""
+        assert slot.arena is not None
+        try:
+            slot.out(slot.nbytes).copy_(slot.arena.out(slot.nbytes))
+        except (StorageFullError, RuntimeError) as exc:
+            self._tell_of("a version on the device cannot be had on the host", exc)
+            return
+        slot.where |= 1
 
     def _staged(self, peer: Peer, offers: Offers) -> None:
         """A worker that was told of a version has it within reach."""
@@ -483,6 +597,8 @@ class IpcSender(Sender):
             if event.worker != joined.worker or event.incarnation != joined.incarnation:
                 event = msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation)
             self._events.append(event)
+        elif isinstance(message, Probed) and peer.joined is not None:
+            self._hear_probed(peer, message.reason)
         elif isinstance(message, Goodbye):
             self._drop(peer)
             if peer.joined is not None:
@@ -516,6 +632,9 @@ class IpcSender(Sender):
         self._workers[joined.worker] = peer
         self._events.append(joined)
         peer.channel.send(Welcome(self.epoch, peer.lane), [peer.board.shared, self._leases.shared])
+        if self._arenas is not None and hello.device:
+            peer.link.device = hello.device
+            self._probe(peer)
         peer.dirty = True
         self._tell(peer)
 
@@ -532,6 +651,8 @@ class IpcSender(Sender):
         self._drop(peer)
 
     def _lose(self, peer: Peer, reason: str) -> None:
+        if self._arenas is not None:
+            self._arenas.withdraw(peer.link)
         self._drop(peer)
         if peer.joined is not None:
             self._events.append(Lost(worker=peer.name, incarnation=peer.joined.incarnation, reason=reason))
@@ -622,6 +743,8 @@ class IpcSender(Sender):
         self._halt(max(1.0, deadline.remaining))
         while self._slots:
             self._slots.popitem()[1].close()
+        if self._arenas is not None:
+            self._arenas.moved("")
         self._own.close()
         self._freed = True
 

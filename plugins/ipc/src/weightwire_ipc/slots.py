@@ -12,12 +12,13 @@ import torch
 from xxhash import xxh3_128_digest
 
 from weightwire.errors import StorageFullError
-from weightwire_ipc.memory import EPOCH, HEADER, MAGIC, NUMBER, allocate, map_shared, memfd, pages, seal
+from weightwire_ipc.memory import EPOCH, HEADER, MAGIC, NUMBER, WHERE, allocate, map_shared, memfd, pages, reopen, seal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from weightwire.transport import Version
+    from weightwire_ipc.arenas import Arena
 
 __all__ = ["Need", "Plan", "Shape", "Slot", "choose_slot"]
 
@@ -55,17 +56,29 @@ class Shape(NamedTuple):
 
 
 class Slot:
-    """Sealed memory for one version. Its number is never used again. ``idle``: versions for which it was not needed."""
+    """Sealed memory for one version. Its number is never used again.
 
-    def __init__(self, number: int, need: Need) -> None:
-        """Raises :class:`~weightwire.StorageFullError`."""
+    Attributes:
+        idle: versions for which it was not needed.
+        arena: where it has memory on a device too; the header never lies there.
+        nbytes: of the payload that it holds.
+    """
+
+    def __init__(self, number: int, need: Need, *, roomless: bool = False) -> None:
+        """``roomless``: memory for the payload is only had when it is asked for. Raises
+        :class:`~weightwire.StorageFullError`."""
         self.number = number
         self.shape = Shape.of(need)
-        self.idle = 0
+        self.idle = self.nbytes = 0
+        self.arena: Arena | None = None
+        self._roomless = roomless
         try:
             fd = memfd(f"weightwire-slot-{number}")
             try:
-                allocate(fd, self.shape.size)
+                if roomless:
+                    allocate(fd, self.shape.start, self.shape.size)
+                else:
+                    allocate(fd, self.shape.size)
                 self._map = map_shared(fd, self.shape.size)
             except BaseException:
                 os.close(fd)
@@ -82,7 +95,17 @@ class Slot:
         self._out: Tensor = self._bytes[:0]
 
     def out(self, nbytes: int) -> Tensor:
-        """The memory for a payload of this many bytes, a flat uint8 tensor."""
+        """The memory for a payload of this many bytes, a flat uint8 tensor.
+
+        Raises :class:`~weightwire.StorageFullError` where it is to be had only now, and there is none.
+        """
+        if self._roomless:
+            fd = reopen(self.shared, os.O_RDWR)
+            try:
+                allocate(fd, self.shape.size)
+            finally:
+                os.close(fd)
+            self._roomless = False
         if self._out.numel() != nbytes:
             self._out = self._bytes[self.shape.start : self.shape.start + nbytes]
         return self._out
@@ -91,13 +114,22 @@ class Slot:
         """From now on it holds no version: whoever was told of the old one will find out."""
         self._words[EPOCH] = self._words[NUMBER] = 0
 
-    def write_header(self, stamp: Version, header: bytes) -> None:
+    @property
+    def where(self) -> int:
+        """Where the payload lies: see :data:`~weightwire_ipc.memory.WHERE`."""
+        return self._words[WHERE]
+
+    @where.setter
+    def where(self, places: int) -> None:
+        self._words[WHERE] = places
+
+    def write_header(self, stamp: Version, header: bytes, where: int = 1) -> None:
         """Say what the payload is. The stamp comes last; all of it under the trainer's lock."""
         end = HEADER.size + len(header)
         if end > self.shape.start:
             raise ValueError(f"header of {len(header)} bytes is larger than was announced")
         self._map[HEADER.size : end] = header
-        HEADER.pack_into(self._map, 0, MAGIC, len(header), xxh3_128_digest(header), 0, 0)
+        HEADER.pack_into(self._map, 0, MAGIC, len(header), xxh3_128_digest(header), 0, 0, where)
         self._words[EPOCH], self._words[NUMBER] = stamp
 
     def close(self) -> None:
@@ -107,6 +139,7 @@ class Slot:
             return
         os.close(fd)
         self._bytes = self._out = torch.empty(0, dtype=torch.uint8)
+        self.arena = None
         del self._words, self._map
 
 

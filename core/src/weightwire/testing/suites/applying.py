@@ -23,8 +23,8 @@ __all__ = ["ApplyingCases"]
 # and pytest tells of it. Any other error there is a fault.
 swallowed = pytest.mark.filterwarnings(
     "ignore:(?s).*KeyboardInterrupt:pytest.PytestUnraisableExceptionWarning",
-    # Interrupted between the making of a socket and its keeping: nobody has it, and Python closes it, with a warning.
-    "ignore:unclosed.*socket:ResourceWarning",
+    # Interrupted between the making of a socket and its keeping: Python closes it, with a warning.
+    "ignore:unclosed:ResourceWarning",
 )
 
 
