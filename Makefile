@@ -52,7 +52,7 @@ format: $(STAMP)  ## let ruff format the code and mend what it can
 	$(BIN)/ruff check --fix $(CODE)
 
 bench: $(STAMP)  ## measure everything side by side; writes benchmarks/results/
-	$(BIN)/python benchmarks/profile.py --out benchmarks/results
+	$(BIN)/python benchmarks/breakdown.py --out benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs: export NO_MKDOCS_2_WARNING := 1

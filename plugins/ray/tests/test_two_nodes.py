@@ -51,6 +51,7 @@ class ActorWorker(ProcessWorker):
         self.actor = idle.pop() if idle else Puppet.remote()
         self._pid = ray.get(self.actor.pid.remote(), timeout=PATIENCE)
         self._forked = []
+        self._ended = False
         self._since = psutil.Process(self._pid).create_time()
 
     @property
@@ -77,6 +78,9 @@ class ActorWorker(ProcessWorker):
         until(lambda: not psutil.pid_exists(self.pid) or self.process.status() == "zombie", f"{self.name} is gone")
 
     def end(self) -> None:
+        if self._ended:  # its actor may be another worker by now
+            return
+        self._ended = True
         for pid in self._forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Where the time of a bar that is short goes: ``python benchmarks/profile.py --out benchmarks/results``.
+"""Where the time of a bar that is short goes: ``python benchmarks/breakdown.py --out benchmarks/results``.
 
 Push and pull of the small state (B3, B8) in one process, step by step, in CPU time of the thread: what another process
 adds to it is the waking of sleepers and caches that are cold. Each step is timed around the calls of the real thing,
