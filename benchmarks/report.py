@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
         **{label: facts.get(key, "unknown").strip() for key, label in names.items()},
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "python": platform.python_version(),
         "load": os.getloadavg(),
         "versions": {

@@ -220,8 +220,10 @@ def test_killed_trainers_leave_nothing(trainer: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("trainer", ["fork"], indirect=True)
 def test_a_fork_does_not_speak_for_its_parent(trainer: subprocess.Popen[str]) -> None:
-    ready = next(line for line in said(trainer, 2) if line.startswith("ready"))  # whoever of the two is first
-    child = int(ready.split()[2])
+    lines = said(trainer, 2)
+    ready = [line.split() for line in lines if line.startswith("ready")]
+    assert len(ready) == 1, lines
+    child = int(ready[0][2])
     try:
         assert [updater["endpoint"] for updater in told(trainer.pid)] == ["import:weightwire_mine://alone"]
         assert [updater["endpoint"] for updater in told(child)] == ["import:weightwire_mine://child"]
