@@ -79,7 +79,7 @@ def test_the_quick_start_runs_from_wheels_in_an_empty_environment(built: Path, t
     listed = run(tmp_path / "venv" / "bin" / "weightwire", "backends", "--json", cwd=tmp_path)
     assert f'"{backend}"' in listed
     if backend == "vanilla":
-        assert "version 1" in run(python, "-c", first_try, limit=PROGRAM, cwd=tmp_path)
+        assert "version 2" in run(python, "-c", first_try, limit=PROGRAM, cwd=tmp_path)
         return
     with _place(backend) as endpoint:
         trainer, worker = (side.replace("ipc://policy", endpoint) for side in _columns(quick_start))
