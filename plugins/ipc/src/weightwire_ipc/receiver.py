@@ -122,7 +122,7 @@ class MappedSlot:
 
     def take_back(self, mapping: mmap.mmap) -> None:
         """A private mapping that nobody looks at any more. Where it shows what the slot holds it will do so again: to
-        map anew costs a page fault for each page, and to unmap about a tenth of copying."""
+        map anew costs a page fault for each page, and to unmap more than to ask."""
         if self.fd >= 0 and not self._spare and unwritten(mapping):
             self._spare.append(mapping)
 
