@@ -63,17 +63,23 @@ def unpacked(item: Item) -> list[tuple[Entry, Tensor]]:
 
 @fault("commits before data")
 class CommitsBeforeData(PostReceiver):
-    """One buffer for all versions: the next one is there for ``poll`` while its bytes are still coming in."""
+    """Of what it hands out, the second half of the bytes comes only when it is asked again."""
 
-    buffer = np.empty(0, np.uint8)
+    rest: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
 
-    def arrived(self, item: Item) -> None:
-        if self.buffer.size != item.array.size:
-            self.buffer = item.array.copy()
-        super().arrived(item._replace(array=self.buffer))
-        for start in range(0, item.array.size, 4096):
-            self.buffer[start : start + 4096] = item.array[start : start + 4096]
-            time.sleep(0)  # let the policy's thread in
+    def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
+        if self.rest is not None:
+            missing, late = self.rest
+            missing[:] = late
+            self.rest = None
+        return super().poll(have, deadline)
+
+    def deliver(self, item: Item) -> Delivery:
+        half = item.array.size // 2
+        array = np.zeros_like(item.array)
+        array[:half] = item.array[:half]
+        self.rest = array[half:], item.array[half:]
+        return super().deliver(item._replace(array=array))
 
 
 @fault("carries no digest")
@@ -229,8 +235,26 @@ class SaysStagedTooEarly(PostSender):
 
 @fault("reorders events")
 class ReordersEvents(PostSender):
+    """That a worker came back is told after what it applied."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.known: set[str] = set()
+        self.late: list[Event] = []
+
     def events(self, deadline: Deadline) -> list[Event]:
-        return super().events(deadline)[::-1]
+        told: list[Event] = []
+        for event in super().events(deadline):
+            if isinstance(event, Joined) and event.worker in self.known:
+                self.late.append(event)
+                continue
+            told.append(event)
+            if isinstance(event, Joined):
+                self.known.add(event.worker)
+            elif isinstance(event, Applied):
+                told += self.late
+                self.late.clear()
+        return told
 
 
 @fault("swallows a worker's error")

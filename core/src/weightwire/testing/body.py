@@ -178,7 +178,8 @@ class Body:
                 followed.versions.append(version)
             if self.receiver.ready:
                 content = self.seen()
-                assert not exact or content == self.receiver.version, (content, self.receiver.version)
+                acts = self.receiver.version
+                assert not exact or content == acts, f"the content of version {content} acts as version {acts}"
                 followed.looks += 1
             if self.receiver.closed or self.receiver.version >= until:
                 return followed
