@@ -2,7 +2,8 @@
 
 Push and pull of the small state (B3, B8) in one process, step by step, in CPU time of the thread: what another process
 adds to it is the waking of sleepers and caches that are cold. Each step is timed around the calls of the real thing,
-hot (again and again) and cold (after a sweep over more memory than the caches hold). Writes ``profile.md``.
+hot (again and again) and cold (after a sweep over more memory than the caches hold). Then pushes over ray and nccl (B6,
+B7), beside what the engines take for the same bytes (``breakdown_engines.py``). Writes ``profile.md``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import states
 import torch
+from breakdown_engines import engines
 
 import weightwire.receiver
 from weightwire import WeightReceiver, WeightUpdater
@@ -106,9 +108,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "profile.md").write_text(table())
+    torch.set_num_threads(1)
+    ends = table()
+    torch.set_num_threads(2)  # as in the benchmarks
+    (args.out / "profile.md").write_text(f"{ends}\n{engines()}")
     print((args.out / "profile.md").read_text())
 
 

@@ -1,16 +1,19 @@
 """nccl over Gloo, and what a user of torch.distributed has without it: flat broadcasts, and TorchRL's scheme.
 
 One crew serves all of them, or the large state would not fit into memory: each worker has one policy, in which a
-receiver, a leaf collector and plain broadcasts leave by turns what they have brought.
+receiver, a leaf collector and plain broadcasts leave by turns what they have brought. The second buffer that our ends
+keep is lent to the plain broadcasts for their turns.
 """
 
 from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import states
 import torch
@@ -39,12 +42,36 @@ def acknowledge() -> None:
     dist.reduce(torch.zeros(1), 0)
 
 
-def xxh3(flat: Tensor) -> str:
-    return xxhash.xxh3_128(flat.numpy()).hexdigest()
+class Flat:
+    """Memory for a flat broadcast, and the ``tensors``' shapes over it: lent by a pool of ours, outside of the clock.
+
+    It is as good as memory of the peer's own: touched, always the same one or two buffers, and nobody else's meanwhile.
+    """
+
+    def __init__(self, pool: Any, tensors: list[Tensor]) -> None:
+        self.pool, self.tensors = pool, tensors
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self.known: dict[int, list[Tensor]] = {}
+        self.give_back()
+
+    def borrow(self) -> None:
+        self.lease = self.pool.take(self.nbytes)
+        self.bytes = self.lease.buffer[: self.nbytes]
+        if self.bytes.data_ptr() not in self.known:
+            self.bytes.zero_()
+            self.known[self.bytes.data_ptr()] = views(self.bytes, self.tensors)
+        self.views = self.known[self.bytes.data_ptr()]
+
+    def give_back(self) -> None:
+        self.lease = self.bytes = self.views = None
+
+    def digest(self) -> str:
+        return xxhash.xxh3_128(self.bytes.numpy()).hexdigest()
 
 
 class GroupEnd:
-    """A worker: a receiver, a leaf collector as ``DistributedCollector`` has it, and a flat buffer for broadcasts."""
+    """A worker: a receiver, a leaf collector as ``DistributedCollector`` has it, and, in their turns, a flat buffer for
+    plain broadcasts."""
 
     def __init__(
         self,
@@ -62,9 +89,8 @@ class GroupEnd:
         self.leaf.look_at(module)
         self.scheme = scheme
         self.targets = walk(module)
-        self.flat = torch.empty(states.nbytes(module), dtype=torch.uint8)
-        self.sources = views(self.flat, self.targets)
         self.ours = WeightwireEnd(module, endpoint, "copy")
+        self.flat = Flat(self.ours.receiver._receiver._station._pool, self.targets)  # type: ignore[attr-defined]
 
     def take(self, sentinel: float, *how: str) -> None:
         if how == ("weightwire",):
@@ -74,14 +100,20 @@ class GroupEnd:
         if how == ("torchrl",):
             self.leaf.await_update()
             return
-        dist.broadcast(self.flat, 0)
+        dist.broadcast(self.flat.bytes, 0)
         if how == ("unpack",):
-            torch._foreach_copy_(self.targets, self.sources)
+            torch._foreach_copy_(self.targets, self.flat.views)
             self.leaf.look(sentinel)
         acknowledge()
 
-    def flat_digest(self) -> str:
-        return xxh3(self.flat)
+    def borrow(self) -> None:
+        self.flat.borrow()
+
+    def give_back(self) -> str:
+        """The digest of what was in it."""
+        found = self.flat.digest()
+        self.flat.give_back()
+        return found
 
     def close(self) -> None:
         self.ours.close()
@@ -108,14 +140,13 @@ def group_crew(stack: ExitStack, state: str, workers: int) -> dict[str, Contende
     crew.answers()
     updater.wait_for_workers(workers, PATIENCE)
 
-    flat = torch.empty(states.nbytes(module), dtype=torch.uint8)
-    arena = views(flat, walk(module))
+    flat = Flat(updater._sender._pool, walk(module))  # type: ignore[attr-defined]
 
     def pack() -> None:
-        torch._foreach_copy_(arena, walk(module))
+        torch._foreach_copy_(flat.views, walk(module))
 
     def broadcast() -> None:
-        dist.broadcast(flat, 0)
+        dist.broadcast(flat.bytes, 0)
         acknowledge()
 
     def packed() -> None:
@@ -130,10 +161,21 @@ def group_crew(stack: ExitStack, state: str, workers: int) -> dict[str, Contende
         pack()
         crew.take(sentinel, "raw")
 
-    def raw_after() -> None:
-        crew.answers()
-        if any(found != xxh3(flat) for found in crew.ask("call", "flat_digest")):
-            raise AssertionError("a worker's buffer is not what was broadcast")
+    def with_flat(inner: Contender) -> Contender:
+        """Everybody has a flat buffer for this turn; what was broadcast is compared as it lies there."""
+
+        def before() -> None:
+            flat.borrow()
+            crew.ask("call", "borrow")
+            inner.before()
+
+        def after() -> None:
+            inner.after()
+            if any(found != flat.digest() for found in crew.ask("call", "give_back")):
+                raise AssertionError("a worker's buffer is not what was broadcast")
+            flat.give_back()
+
+        return replace(inner, before=before, after=after)
 
     def send(owner: Trainer = trainer) -> None:  # the scheme holds its owner weakly
         scheme.send()
@@ -145,7 +187,7 @@ def group_crew(stack: ExitStack, state: str, workers: int) -> dict[str, Contende
     return {
         "nccl staged": ours("staged"),
         "nccl applied": ours("applied"),
-        "pack, broadcast, unpack": contender(crew, module, packed, sentinels, "unpack", peer=True),
-        "raw broadcast": Contender(broadcast, raw_before, raw_after, peer=True),
+        "pack, broadcast, unpack": with_flat(contender(crew, module, packed, sentinels, "unpack", peer=True)),
+        "raw broadcast": with_flat(Contender(broadcast, raw_before, crew.answers, peer=True)),
         "TorchRL Distributed": contender(crew, module, send, sentinels, "torchrl", peer=True),
     }

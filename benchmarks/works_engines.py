@@ -31,7 +31,7 @@ def b6(plan: Plan) -> list[Contest]:
 
 def b7(plan: Plan) -> Iterator[Contest]:
     """nccl over Gloo: against pack, one flat broadcast and unpack, and against TorchRL's scheme."""
-    for name, workers, gigabytes in (("medium", 1, 2), ("medium", 4, 4), ("large", 1, 10), ("large", 4, 22.5)):
+    for name, workers, gigabytes in (("medium", 1, 1.5), ("medium", 4, 3), ("large", 1, 7.5), ("large", 4, 17.5)):
         work = f"{name}, {workers} worker{'s' * (workers > 1)}"
         plan.need(f"B7, {work}", gigabytes)
         with ExitStack() as stack:

@@ -3,6 +3,8 @@
     python examples/gymnasium_normaliser.py
     python examples/gymnasium_normaliser.py --workers 4 --seconds 30 --backend nccl
 
+It needs weightwire, a backend (by default weightwire-ipc) and gymnasium.
+
 A policy learns on normalised observations, and the running mean and variance that normalise them move on with every
 batch. A worker that acts with the new policy and the old statistics, or the other way round, acts with a policy that
 nobody has trained; libraries that synchronise the two separately have that now and then, and nothing tells. Here both

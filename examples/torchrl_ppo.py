@@ -3,6 +3,8 @@
     python examples/torchrl_ppo.py                    # worker processes over shared memory
     python examples/torchrl_ppo.py --endpoint ray     # the same over a Ray cluster, which this script starts
 
+It needs weightwire[torchrl], a backend (by default weightwire-ipc) and gymnasium.
+
 Random actions keep the pole up for about 22 steps. This must reach a mean return of 150 over 40 episodes in a row, and
 exits with 1 where it does not within its budget of frames. What is Weightwire's are the lines marked with `<--`.
 """
@@ -97,8 +99,9 @@ def main() -> int:
             frames += batch.numel()
             mean = sum(returns) / max(len(returns), 1)
             if number % 10 == 0:
-                behind = weights.version - int(batch["next", "policy_version"].min())
-                print(f"{frames:7} frames  mean return {mean:6.1f}  batch is {behind} versions old")
+                versions = batch.get(("next", "policy_version"), None)  # older releases of TorchRL do not tell
+                age = "" if versions is None else f"  batch is {weights.version - int(versions.min())} versions old"
+                print(f"{frames:7} frames  mean return {mean:6.1f}{age}")
             if len(returns) == EPISODES and mean >= GOAL:
                 print(f"reached a mean return of {mean:.1f} after {frames} frames, {time.monotonic() - begun:.1f} s")
                 return 0

@@ -1,8 +1,8 @@
 """What the documentation does not type but takes from the code and from measurements.
 
-A page asks for it with a line of its own: ``<!-- generated: capabilities -->``, or with arguments ``<!-- generated:
-source core/src/weightwire/transport.py choose -->``. :func:`expand` puts the text in the place of the line; the tests
-read pages through it too, so that generated code is run like any other.
+A page asks for it with a line of its own, ``*Filled in by `make docs`.* <!-- generated: capabilities -->``, or with
+arguments, ``... <!-- generated: source core/src/weightwire/transport.py choose -->``. :func:`expand` puts the text in
+the place of the line; the tests read pages through it too, so that generated code is run like any other.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ __all__ = ["BACKENDS", "ROOT", "expand", "options", "signature_of"]
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BACKENDS = ("vanilla", "ipc", "ray", "nccl")
-MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.MULTILINE)
+MARKER = re.compile(r"^\*Filled in by `make docs`\.\* <!-- generated: (.+?) -->$", re.MULTILINE)
 
 
 def expand(text: str) -> str:
-    """A page's Markdown, complete. Raises ``KeyError`` for a generator that there is not."""
+    """A page's Markdown, complete. Raises ``KeyError`` for a generator that there is not, ``ValueError`` where a line
+    that asks is not as above."""
 
     def fill(found: re.Match[str]) -> str:
         name, *arguments = found[1].split()
         return GENERATORS[name](*arguments)
 
-    return MARKER.sub(fill, text)
+    page = MARKER.sub(fill, text)
+    if "<!-- generated:" in page:
+        raise ValueError(f"not filled in: {page[page.index('<!-- generated:') :].splitlines()[0]}")
+    return page
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

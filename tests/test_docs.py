@@ -13,8 +13,13 @@ a fence of ``python``                   is run
 ... of ``text``                         is for people
 ``<!-- setup ... -->``                  Python that runs and is not shown
 ``<!-- raises: SomeError -->``          the block below ends with that error
-``<!-- not run: why -->``               the block below is not run
+``<!-- soak: why -->``                  the block below (or what ``<!-- setup soak`` begins) takes long: it is run by
+                                        ``make soak``, with all others of its page
+``<!-- not run: why -->``               the block below is not run, which needs one of the few reasons below
 ======================================  ==========================================================================
+
+The folder is one with a checkout's ``core``, ``plugins``, ``examples`` and ``benchmarks`` in it. On a page that
+installs something, commands run in a virtual environment.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
@@ -38,15 +43,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-SECONDS = 90.0
-"""What one command in a page may take, on a busy machine. All pages together should take 45 s."""
+SECONDS = 200.0
+"""What one command in a page may take, on a busy machine. All pages together should take 80 s, without the soak's."""
+REASONS = ("it needs a GPU", "it needs a second machine")
+"""Why a block may not be run."""
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from docs_generated import expand  # noqa: E402
 
 BLOCK = re.compile(
-    r"^<!-- setup\n(?P<setup>.*?)^-->$"
-    r"|(?:^[ ]*<!-- (?P<told>raises|not run): (?P<what>.+?) -->\n)?"
+    r"^<!-- setup(?P<later> soak)?\n(?P<setup>.*?)^-->$"
+    r"|(?:^[ ]*<!-- (?P<told>raises|soak|not run): (?P<what>.+?) -->\n)?"
     r"^(?P<indent>[ ]*)(?P<fence>```+)(?P<info>[^`\n]*)\n(?P<code>.*?)^(?P=indent)(?P=fence)$",
     re.DOTALL | re.MULTILINE,
 )
@@ -61,6 +68,7 @@ class Block(NamedTuple):
     title: str
     code: str
     raises: str = ""
+    soak: str = ""
     not_run: str = ""
 
 
@@ -70,7 +78,7 @@ def blocks(text: str) -> Iterator[Block]:
         name = "setup" if found["setup"] is not None else "code"
         line = text.count("\n", 0, found.start(name)) + 1
         if name == "setup":
-            yield Block(line, "python", "", found["setup"])
+            yield Block(line, "python", "", found["setup"], soak=found["later"] or "")
             continue
         info = found["info"].strip()
         title = TITLE.search(info)
@@ -82,20 +90,23 @@ def blocks(text: str) -> Iterator[Block]:
             title[1] if title else "",
             code,
             told.get("raises", ""),
+            told.get("soak", ""),
             told.get("not run", ""),
         )
 
 
 class Story:
-    """A page that is being run."""
+    """A page that is being run; ``scripts`` is where its commands are looked for first."""
 
-    def __init__(self, page: str, folder: Path) -> None:
+    def __init__(self, page: str, folder: Path, scripts: Path = Path(sys.executable).parent, *, soak: bool = False):
         self.page = page
         self.folder = folder
+        self.scripts = scripts
+        self.soak = soak
         self.names: dict[str, Any] = {"__name__": "__page__"}
 
     def run(self, block: Block) -> None:
-        if block.not_run:
+        if block.not_run or (block.soak and not self.soak):
             return
         if block.language in ("toml", "json", "yaml"):
             well_formed(block)
@@ -150,7 +161,8 @@ class Story:
                 end(process)
 
     def start(self, command: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        here = [str(self.scripts), str(Path(sys.executable).parent)]
+        path = os.pathsep.join([*here, os.environ.get("PATH", "")])
         # `exec`, so that a kill reaches the command and not only its shell.
         return subprocess.Popen(
             ["bash", "-c", f"exec env {command}"],
@@ -218,23 +230,57 @@ def well_formed(block: Block) -> None:
         pytest.importorskip("yaml").safe_load(block.code)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TEXTS = {page: expand((DOCS / page).read_text()) for page in PAGES}
+LONG = [page for page in PAGES if any(block.soak for block in blocks(TEXTS[page]))]
+
+
+@pytest.fixture
+def tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: Callable[[Path], Path]
+) -> Iterator[Callable[..., None]]:
+    """``tell(page)``: run it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEIGHTWIRE_JOB", uuid.uuid4().hex)  # apart from whatever else runs on this machine
     monkeypatch.syspath_prepend(str(tmp_path))
-    story = Story(page, tmp_path)
-    text = expand((DOCS / page).read_text())
-    for port in sorted(set(PORT.findall(text))):
-        text = text.replace(f":{port}", f":{free_port()}")
-    try:
+    for part in ("core", "plugins", "examples", "benchmarks"):
+        tmp_path.joinpath(part).symlink_to(ROOT / part)
+    stories: list[Story] = []
+
+    def run(page: str, *, soak: bool = False) -> None:
+        text = TEXTS[page]
+        for port in sorted(set(PORT.findall(text))):
+            text = text.replace(f":{port}", f":{free_port()}")
+        installs = re.search(r"^\$ pip install", text, re.MULTILINE)
+        scripts = environment(tmp_path / "environment").parent if installs else Path(sys.executable).parent
+        stories.append(Story(page, tmp_path, scripts, soak=soak))
         for block in blocks(text):
-            story.run(block)
-    finally:
+            stories[0].run(block)
+
+    yield run
+    for story in stories:
         story.end()
-        for name, module in list(sys.modules.items()):
-            if str(getattr(module, "__file__", "") or "").startswith(str(tmp_path)):
-                del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets(page: str, tell: Callable[..., None]) -> None:
+    tell(page)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("page", LONG)
+def test_long_snippets(page: str, tell: Callable[..., None]) -> None:
+    tell(page, soak=True)
+
+
+def test_what_is_not_run_could_not_be() -> None:
+    for page, text in TEXTS.items():
+        for block in blocks(text):
+            assert not block.not_run or block.not_run in REASONS, f"{page}:{block.line}: {block.not_run}"
 
 
 def free_port() -> int:
@@ -246,8 +292,7 @@ def free_port() -> int:
 
 def test_every_fence_is_seen() -> None:
     """What the pattern above misses would not be run."""
-    for page in PAGES:
-        text = expand((DOCS / page).read_text())
+    for page, text in TEXTS.items():
         fences = len(re.findall(r"^\s*```", text, re.MULTILINE))
         seen = sum(len(re.findall(r"^\s*```", found[0], re.MULTILINE)) for found in BLOCK.finditer(text))
         assert seen == fences, f"{page}: {fences} lines open or close a block, {seen} of them are understood"
@@ -262,6 +307,12 @@ def test_the_runner_can_fail(tmp_path: Path) -> None:
 
     run("<!-- setup\nx = 1\n-->\n```python\nx += 1\n```\n<!-- not run: no -->\n```python\n1 / 0\n```\n")
     assert story.names["x"] == 2
+    later = "<!-- setup soak\nx += 1\n-->\n<!-- soak: long -->\n```python\nx += 1\n```\n"
+    run(later)
+    assert story.names["x"] == 2
+    story.soak = True
+    run(later)
+    assert story.names["x"] == 4
     run("<!-- raises: ZeroDivisionError -->\n```python\n1 / 0\n```\n")
     run('```python title="a.py"\nprint("one two")\n```\n```console\n$ python a.py\none ...\n```\n')
     for wrong in (

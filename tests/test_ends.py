@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ import weightwire
 from weightwire import (
     ApplyError,
     ClosedError,
+    EndpointError,
     EndpointInUseError,
     PreflightError,
     PushError,
@@ -24,6 +27,7 @@ from weightwire import (
     WeightUpdater,
     hookimpl,
 )
+from weightwire.collectors.gate import GatedReceiver
 from weightwire.transport import PHASES
 
 
@@ -446,3 +450,43 @@ def test_a_digest_travels_where_it_is_asked_for() -> None:
         assert len(updater.wait().receipts["w"].digest) == 32
     with pytest.raises(ValueError, match="digest"):
         WeightUpdater("vanilla", model(), digest="sometimes")
+
+
+# -- arguments that are something else ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [WeightUpdater, WeightReceiver])
+def test_what_can_be_no_weights_is_refused_at_once(end: Any) -> None:
+    policy = model()
+    for nothing in (3, policy.parameters(), torch.optim.SGD(policy.parameters()), [torch.ones(1)], torch.ones(1)):
+        with pytest.raises(PreflightError, match=f"not a {type(nothing).__qualname__}"):
+            end("vanilla://weights", nothing)
+    for swapped in (policy, {"a": torch.ones(1)}):
+        with pytest.raises(EndpointError, match="did you swap the arguments"):
+            end(swapped, "vanilla://weights")
+
+
+def test_arguments_of_another_type_are_named(updater: WeightUpdater) -> None:
+    updater.push()
+    receiver = WeightReceiver(updater.endpoint, model())
+    for call, name in (
+        (lambda: updater.push(workers=3), "workers"),  # type: ignore[arg-type]
+        (lambda: updater.wait(workers=3), "workers"),  # type: ignore[arg-type]
+        (lambda: updater.wait("1"), "version"),  # type: ignore[arg-type]
+        (lambda: receiver.wait("1"), "version"),  # type: ignore[arg-type]
+        (lambda: updater.wait_for_workers(None), "count"),  # type: ignore[arg-type]
+        (lambda: WeightUpdater("vanilla", observers=3), "observers"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=f"^{name} is "):
+            call()
+    with pytest.raises(EndpointError, match="it is one of 'auto', 'cpu'"):
+        WeightUpdater("ipc://?device=CPU")
+
+
+def test_ends_are_neither_pickled_nor_copied(updater: WeightUpdater) -> None:
+    gate = GatedReceiver(updater.endpoint)
+    for end in (updater, WeightReceiver(updater.endpoint), gate):
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"cannot be pickled or copied.*Hand on the text of its \.endpoint"):
+                copied(end)
+    gate.close()

@@ -1,27 +1,43 @@
 """What users of TorchRL's updaters and of RLightning's weight buffer have, and keep.
 
-The tables are in docs/moving.md; each row names the tests that prove it. Rows that other tests prove already are not
-tested again here. The last tests of this file hold the tables and the tests together.
+The tables are in docs/moving.md; each row names the tests that prove it: first one of this file that is named after the
+row and shows what it is about, then others that go into it. The last tests of this file hold tables and tests together.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import textwrap
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
-from weightwire import PushReport, WaitTimeout, WeightReceiver, WeightUpdater, hookimpl
+from weightwire import (
+    OffloadedError,
+    PushReport,
+    WaitTimeout,
+    WeightReceiver,
+    WeightUpdater,
+    hookimpl,
+)
+from weightwire.collectors.gate import GatedReceiver
+from weightwire.offload import Offload
 from weightwire.testing import Rig
 from weightwire.testing.states import counters, seen
 from weightwire.transport import PHASES
+from weightwire_ipc.device import Handle
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import docs_features
@@ -63,6 +79,22 @@ def receiver_of() -> Iterator[Callable[..., WeightReceiver]]:
     yield make
     for receiver in made:
         receiver.close()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[str]:
+    """A running cluster's address."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "object_store_memory": 256 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    try:
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def devices() -> list[Any]:
@@ -128,6 +160,68 @@ def test_torchrl_multiprocess_updater(rig: Rig) -> None:
     assert updater.wait().receipts["collector-1"].state == "applied"
 
 
+def test_torchrl_ray_updater(ray_cluster: str, updater_of: Opened) -> None:
+    """Any actor class: it makes a receiver from the endpoint's text, and nothing else of it is known."""
+    import ray
+
+    class Collector:
+        def __init__(self, endpoint: str) -> None:
+            self.policy = nn.Linear(4, 2)
+            self.receiver = WeightReceiver(endpoint, self.policy, worker="collector-0", timeout=30.0)
+
+        def collect(self) -> tuple[int | None, list[list[float]]]:
+            return self.receiver.pull(), self.policy.weight.tolist()
+
+    updater = updater_of(trained := nn.Linear(4, 2), f"ray?address={ray_cluster}")
+    actor = ray.remote(num_cpus=0)(Collector).remote(updater.endpoint)
+    updater.push()
+    assert ray.get(actor.collect.remote(), timeout=60) == (1, trained.weight.tolist())
+    assert updater.wait(timeout=30.0).receipts["collector-0"].state == "applied"
+    ray.kill(actor)
+
+
+def test_torchrl_distributed_updater(updater_of: Opened, receiver_of: Opened) -> None:
+    updater = updater_of(trained := nn.Linear(4, 2), "nccl://127.0.0.1:0")
+    acting = {name: nn.Linear(4, 2) for name in ("collector-0", "collector-1")}
+    receivers = [receiver_of(updater, policy, worker=name) for name, policy in acting.items()]
+    updater.wait_for_workers(2)
+    assert updater.push().receipts["collector-1"].state == "staged"
+    assert [receiver.pull() for receiver in receivers] == [1, 1]
+    assert all(torch.equal(policy.weight, trained.weight) for policy in acting.values())
+
+
+def test_torchrl_rpc_updater() -> None:
+    """Over torch.distributed.rpc, in a process that is its group, by a plugin that is not installed: refused, for it
+    pickles, and taken where the endpoint says so."""
+    script = """
+        import socket
+        import torch
+        from torch.distributed import rpc
+        from weightwire import CapabilityError, WeightReceiver, WeightUpdater
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+        rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
+        trained, acting = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        try:
+            WeightUpdater("import:weightwire_rpc://policy", trained)
+        except CapabilityError as exc:
+            print("refused:", "allow_pickle" in str(exc))
+        endpoint = "import:weightwire_rpc://policy?allow_pickle=true"
+        with WeightUpdater(endpoint, trained) as updater, WeightReceiver(updater.endpoint, acting) as receiver:
+            updater.push()
+            print("pulled:", receiver.pull(), torch.equal(trained.weight, acting.weight))
+        rpc.shutdown(graceful=False)
+    """
+    sources = str(Path(__file__).parents[1] / "examples" / "weightwire-rpc" / "src")
+    environment = {**os.environ, "PYTHONPATH": sources, "TP_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert run.stdout == "refused: True\npulled: 1 True\n", run.stderr
+
+
 @pytest.mark.parametrize("endpoint", ["vanilla", "ipc"])
 @pytest.mark.parametrize("device", devices())
 def test_torchrl_weights_that_cannot_be_shared_over_a_pipe(
@@ -176,6 +270,44 @@ def test_torchrl_post_hooks(updater_of: Opened, receiver_of: Opened) -> None:
     updater.push()
     receiver.pull()
     assert heard == ["pushed 1", "applied 1"]
+
+
+@pytest.mark.filterwarnings("ignore:::torchrl")
+@pytest.mark.filterwarnings("ignore:::tensordict")
+def test_torchrl_collectors() -> None:
+    """The adapter in the simplest of them; each other kind has a test of its own."""
+    pytest.importorskip("torchrl.weight_update", reason="weight sync schemes came with torchrl 0.11")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchRL's own, while it is imported
+        from tensordict.nn import TensorDictModule
+        from torchrl.collectors import Collector
+        from torchrl.envs import GymEnv
+
+        from weightwire.collectors.torchrl import scheme
+
+        def constant(value: float) -> Any:
+            linear = nn.Linear(4, 2)
+            nn.init.zeros_(linear.weight)
+            nn.init.constant_(linear.bias, value)
+            return TensorDictModule(nn.Sequential(linear, nn.Softmax(-1)), ["observation"], ["action"])
+
+        policy, seen = constant(0.0), []
+        collector = Collector(
+            lambda: GymEnv("CartPole-v1", categorical_action_encoding=False),
+            policy,
+            frames_per_batch=4,
+            total_frames=8,
+            weight_sync_schemes={"policy": scheme("vanilla", timeout=10)},
+        )
+        try:
+            for batch in collector:
+                seen.append(batch["action"][0, 0].item())
+                with torch.no_grad():
+                    policy.module[0].bias[0] += 1.0
+                collector.update_policy_weights_()
+        finally:
+            collector.shutdown()
+    assert seen == pytest.approx([0.5, torch.sigmoid(torch.tensor(1.0)).item()])
 
 
 def test_torchrl_workers_that_ask_for_weights(updater_of: Opened, receiver_of: Opened) -> None:
@@ -238,6 +370,71 @@ def test_rlightning_strategies(updater_of: Opened, receiver_of: Opened) -> None:
     assert (seen(held), seen(two.weights)) == (1, 2)
 
 
+def test_rlightning_staging_and_the_gate(updater_of: Opened) -> None:
+    """A daemon thread loads while nobody is inferring, and reopens the gate: no event to set, no signal to miss."""
+    updater = updater_of(counters(1))
+    policy = counters(0)
+    with GatedReceiver(updater.endpoint, policy, worker="w", timeout=10.0) as gate:
+        thread = gate._keeper.thread
+        updater.push()
+        assert gate.wait(1, timeout=10.0) == 1
+        with gate.acting():
+            updater.push(counters(2))
+            with pytest.raises(WaitTimeout, match="act"):
+                gate.wait(2, timeout=0.2)  # for this block to end
+            assert seen(policy) == 1
+        assert gate.wait(2, timeout=10.0) == 2
+        assert updater.wait(2).receipts["w"].state == "applied"
+        with gate.acting():
+            assert seen(policy) == 2
+    assert not thread.is_alive()  # joined
+
+
+def test_rlightning_flat_buffers(updater_of: Opened, receiver_of: Opened) -> None:
+    """One flat buffer for all dtypes, each tensor at a multiple of 64 bytes, read in buckets of a bounded size."""
+    state = {"flag": torch.tensor([True]), "w": torch.randn(100, dtype=torch.float64), "half": torch.ones(7).bfloat16()}
+    updater = updater_of(state)
+    receiver = receiver_of(updater, apply="alias")
+    updater.push()
+    receiver.pull()
+    layout = updater._source.extract().layout
+    assert all(start % 64 == 0 for start in layout.starts)
+    places = [receiver.weights[name].data_ptr() for name in state]
+    assert [place - places[0] for place in places] == list(layout.starts[:-1])
+    assert all(torch.equal(receiver.weights[name], tensor) for name, tensor in state.items())
+
+
+def test_rlightning_layer_by_layer_sync(updater_of: Opened, receiver_of: Opened) -> None:
+    """Layers come one by one, those that belong together at once; the version counts when all are there."""
+    calls: list[list[str]] = []
+    names = [f"{layer}.{part}" for layer in range(4) for part in ("weight", "bias")]
+    updater = updater_of({name: torch.full((1 << 20,), float(n)) for n, name in enumerate(names)})
+    receiver = receiver_of(
+        updater, lambda tensors: calls.append(list(tensors)), stream=True, group=lambda name: name.split(".")[0]
+    )
+    applied: list[int] = []
+    receiver.on_applied(applied.append)
+    updater.push()
+    assert receiver.pull() == 1
+    assert len(calls) > 1
+    assert [name for call in calls for name in call] == names
+    assert all(len({name.split(".")[0] for name in call}) * 2 == len(call) for call in calls)
+    assert applied == [1]
+
+
+def test_rlightning_ipc_handles(receiver_of: Opened) -> None:
+    """Device memory is lent by typed fields, nothing pickled: here by a device that is none, as a GPU's is."""
+    fields = [field.type for field in msgspec.structs.fields(Handle)]
+    assert {int, bytes} <= {getattr(kind, "__origin__", kind) for kind in fields} <= {int, bytes, str}
+    updater = WeightUpdater("import:weightwire_ipc.fake?together=true", counters(3), timeout=10.0)
+    with updater:
+        receiver = receiver_of(updater, policy := counters(0), worker="w")
+        for version in (1, 2):
+            updater.push(counters(version))
+            assert receiver.pull() == seen(policy) == version
+        assert "reads the memory of device fake-0" in " ".join(updater.workers["w"].notes.values())
+
+
 def test_rlightning_local_hand_over(updater_of: Opened, receiver_of: Opened) -> None:
     """Always a copy, unless alias is asked for; and an alias is never of the trainer's own memory."""
     trained = nn.Linear(4, 2)
@@ -275,6 +472,86 @@ def test_rlightning_nested_states(updater_of: Opened, receiver_of: Opened) -> No
     receiver.pull()
     assert nested["actor"]["0"]["weight"].tolist() == [1.0, 1.0]
     assert nested["critic.weight"].tolist() == [0.0]
+
+
+def test_rlightning_ddp_unwrapping(updater_of: Opened, receiver_of: Opened) -> None:
+    """On either side, and other wrappers too: they are seen through."""
+    trained, acting = nn.Linear(4, 2), nn.Linear(4, 2)
+    updater = updater_of(nn.DataParallel(trained))
+    receiver = receiver_of(updater, torch.compile(acting, backend="eager"))
+    updater.push()
+    receiver.pull()
+    assert torch.equal(acting.weight, trained.weight)
+
+
+def test_rlightning_offload_and_reload(updater_of: Opened, receiver_of: Opened) -> None:
+    """Model, gradients and optimizer go, a push still sends them, and everything comes back and trains on."""
+    trained, acting = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(trained.parameters())
+    trained(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    before = trained.weight.detach().clone()
+    updater = updater_of(trained)
+    receiver = receiver_of(updater, acting)
+    with Offload(trained, optimizer) as offload:
+        assert offload.offloaded == {"params", "grads", "optimizer"}
+        with pytest.raises(OffloadedError):
+            trained(torch.ones(1, 4))
+        updater.push()
+        receiver.pull()
+    assert torch.equal(trained.weight, before)
+    assert torch.equal(acting.weight, before)
+    assert trained.weight.grad is not None
+    optimizer.step()
+    assert not torch.equal(trained.weight, before)
+
+
+def test_rlightning_one_buffer_a_node(ray_cluster: str, updater_of: Opened) -> None:
+    """Two actors of a node act with the same memory: that of the node's object store."""
+    import ray
+
+    class Actor:
+        def __init__(self, endpoint: str) -> None:
+            self.receiver = WeightReceiver(endpoint, apply="alias", timeout=30.0)
+
+        def place(self) -> tuple[str, int]:
+            """The file under the weights, and where in it they lie."""
+            self.receiver.pull()
+            address = self.receiver.weights["w"].data_ptr()
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                span, _, offset, device, inode, *_ = line.split()
+                start, stop = (int(end, 16) for end in span.split("-"))
+                if start <= address < stop:
+                    return f"{device} {inode}", int(offset, 16) + address - start
+            raise LookupError("nowhere")
+
+    updater = updater_of({"w": torch.randn(1 << 20)}, f"ray?address={ray_cluster}")
+    actors = [ray.remote(num_cpus=0)(Actor).remote(updater.endpoint) for _ in range(2)]
+    updater.push()
+    one, two = ray.get([actor.place.remote() for actor in actors], timeout=60)
+    assert one == two
+    assert not one[0].endswith(" 0")  # which is nobody's but the process's own
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_rlightning_a_plan_of_who_sends_to_whom(updater_of: Opened, receiver_of: Opened) -> None:
+    """There is none to write: groups are made of who is there, and who is addressed."""
+    updater = updater_of(state := counters(1), "nccl://127.0.0.1:0")
+    policies = {name: counters(0) for name in ("a", "b")}
+    receivers = {name: receiver_of(updater, policy, worker=name) for name, policy in policies.items()}
+    updater.wait_for_workers(2)
+    updater.push(workers=["b"])
+    assert receivers["b"].pull() == 1
+    assert (seen(policies["a"]), seen(policies["b"])) == (0, 1)
+    receivers["c"] = receiver_of(updater, policies.setdefault("c", counters(0)), worker="c")
+    updater.wait_for_workers(3)
+    state.update(counters(2))
+    updater.push()
+    assert [receiver.pull() for receiver in receivers.values()] == [2, 2, 2]
+    receivers["b"].close()
+    state.update(counters(3))
+    assert set(updater.push().receipts) == {"a", "c"}
 
 
 def test_rlightning_consistency_check(updater_of: Opened, receiver_of: Opened) -> None:
@@ -338,6 +615,17 @@ def test_each_row_names_tests_that_exist(row: docs_features.Row) -> None:
     assert row.tests or row.open, f"{row.feature}: no test is named, and it does not say {docs_features.OPEN!r}"
     for node in row.tests:
         assert "def test_" in docs_features.source_of(node)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.feature[:40] for row in ROWS])
+def test_each_row_has_a_test_that_is_named_after_it(row: docs_features.Row) -> None:
+    """Its words are words of the row, in their order."""
+    file, _, name = row.tests[0].partition("::")
+    assert file == "tests/test_features.py"
+    system, *words = name.removeprefix("test_").split("_")
+    assert system == ("torchrl" if "TorchRL" in row.table else "rlightning")
+    rest = iter(re.findall(r"[a-z]+", row.feature.lower()))
+    assert all(word in rest for word in words), f"{name} is not named after {row.feature!r}"
 
 
 def test_each_test_is_named_by_a_row() -> None:

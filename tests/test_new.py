@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sysconfig
-import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def contents(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(400)  # a whole suite, and an environment of its own, on a machine that may be busy
-def test_it_passes_as_it_is(tmp_path: Path) -> None:
+def test_it_passes_as_it_is(tmp_path: Path, environment: Callable[[Path], Path]) -> None:
     """From an empty folder to a green suite, as the tutorial has it, in an environment of its own."""
     python = environment(tmp_path / "env")
     run(python, "-m", "weightwire", "new", NAME, cwd=tmp_path)
@@ -37,18 +36,6 @@ def test_it_passes_as_it_is(tmp_path: Path) -> None:
     # Its own test is the same suite, and is found where its author would run it.
     found = run(python, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", cwd=plugin)
     assert "tests/test_conformance.py::TestCarrierPigeon::" in found
-
-
-def environment(folder: Path) -> Path:
-    """A virtual environment that sees what is installed in this one, and keeps to itself what is installed in it."""
-    venv.create(folder)
-    python = folder / "bin" / "python"
-    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    inside = Path(run(python, "-c", ask, cwd=folder).strip())
-    outside = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    lines = [f"import site; site.addsitedir({path!r})" for path in sorted(outside)]
-    inside.joinpath("outside.pth").write_text("\n".join(lines))
-    return python
 
 
 def run(python: Path, *arguments: str, cwd: Path) -> str:

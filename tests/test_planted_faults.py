@@ -25,7 +25,10 @@ class Caught(NamedTuple):
     case: str
     said: str
     endpoint: str = "import:planted"
+    right: str = "passed"  # how it ends over a right backend
 
+
+CLAIMS = "import:planted_claims"
 
 CATCHES = {
     "commits before data": Caught("test_reader_never_sees_a_mix[copy]", "a mix of versions"),
@@ -58,6 +61,8 @@ CATCHES = {
     "claims alias falsely": Caught("test_kept_views_are_not_overwritten", "assert "),
     "claims late_join falsely": Caught("test_worker_comes_back_under_its_name", "has pushed none that it can take"),
     "claims subset_workers falsely": Caught("test_push_to_some_workers", "long enough for what should not come"),
+    "claims hosts falsely": Caught("test_worker_elsewhere", "there is no trainer at", CLAIMS, "skipped"),
+    "claims sharded_target falsely": Caught("test_sharded_target", "bytes for a half of", CLAIMS),
     "leaks a descriptor a push": Caught("test_a_thousand_pushes_of_which_fifty_fail", "file descriptors leak"),
     "keeps every version": Caught("test_a_thousand_pushes_of_which_fifty_fail", "resident memory leaks"),
     "listens on all interfaces": Caught("test_nothing_listens_where_others_can_connect", "address='00000000:"),
@@ -88,7 +93,7 @@ ended = {}
 
 
 def pytest_runtest_logreport(report):
-    if report.when == "call" or report.failed:
+    if report.when == "call" or not report.passed:
         ended[report.nodeid.partition("::")[2]] = (report.outcome, report.longreprtext)
 
 
@@ -103,24 +108,22 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     folder = tmp_path_factory.mktemp("planted")
     suites, nodes = ["from weightwire.testing import BackendSuite\n"], {}
     for number, (fault, caught) in enumerate(CATCHES.items()):
-        suites.append(
-            SUITE.format(number=number, endpoint=caught.endpoint, options={"fault": fault.replace(" ", "%20")})
-        )
+        suites.append(SUITE.format(number=number, endpoint=caught.endpoint, options={"fault": fault}))
         nodes[f"Test{number}::{caught.case}"] = None
     rights: dict[str, set[str]] = {}
     for caught in CATCHES.values():
-        rights.setdefault(caught.endpoint, set()).add(caught.case)
+        rights.setdefault(right(caught.endpoint), set()).add(caught.case)
     for endpoint, cases in rights.items():
-        name = right(endpoint)
+        name = suite_of(endpoint)
         suites.append(SUITE.format(number=name, endpoint=endpoint, options={}))
         nodes.update(dict.fromkeys(f"Test{name}::{case}" for case in sorted(cases)))
     (folder / "test_all.py").write_text("".join(suites))
     (folder / "conftest.py").write_text(NOTES)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --timeout=60\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --timeout=120\n")
     with tempfile.TemporaryDirectory(prefix="planted-") as private:  # short, and nobody else's
         runs = [run_cases(folder, private, str(share), list(nodes)[share::SHARES]) for share in range(SHARES)]
         try:
-            said = "".join(run.communicate(timeout=200)[0] for run in runs)
+            said = "".join(run.communicate(timeout=600)[0] for run in runs)
         finally:
             for run in runs:
                 run.kill()
@@ -145,18 +148,23 @@ def run_cases(folder: Path, private: str, share: str, nodes: list[str]) -> subpr
 
 
 def right(endpoint: str) -> str:
+    """Where the same is right."""
+    return "import:planted" if endpoint == CLAIMS else endpoint
+
+
+def suite_of(endpoint: str) -> str:
     return "Right" + endpoint.rpartition(":")[2].title().replace("_", "")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("fault", CATCHES)
 def test_the_fault_is_caught(fault: str, ended: dict[str, tuple[str, str]]) -> None:
-    case, said, endpoint = CATCHES[fault]
+    case, said, endpoint, expected = CATCHES[fault]
     outcome, text = ended[f"Test{list(CATCHES).index(fault)}::{case}"]
     assert outcome == "failed", f"{case} let it pass"
     assert said in text, text
-    outcome, text = ended[f"Test{right(endpoint)}::{case}"]
-    assert outcome == "passed", text
+    outcome, text = ended[f"Test{suite_of(right(endpoint))}::{case}"]
+    assert outcome == expected, text
 
 
 def test_every_planted_fault_is_tried() -> None:

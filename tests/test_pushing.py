@@ -333,6 +333,48 @@ def test_an_interrupted_close_can_be_called_again(
     assert receiver.closed
 
 
+def test_a_worker_that_applies_it_and_leaves_while_it_is_pushed_has_its_receipt(
+    updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = receiver_of(updater, worker="w")
+    updater.wait_for_workers(1)
+    stage = updater._sender.stage
+
+    def staged(*args: Any) -> None:
+        stage(*args)
+        receiver.pull()
+        receiver.close()
+
+    monkeypatch.setattr(updater._sender, "stage", staged)
+    report = updater.push(wait="applied")
+    assert {name: (done.state, done.version) for name, done in report.receipts.items()} == {"w": ("applied", 1)}
+    assert updater.wait().receipts["w"].state == "applied"
+    monkeypatch.setattr(updater._sender, "stage", stage)
+    assert updater.push().receipts == {}
+
+
+def test_a_refusal_that_was_told_is_not_told_again(updater: WeightUpdater) -> None:
+    updater.push()
+    bad = receiver_of(updater, {"other": torch.ones(1)}, worker="bad")
+    with pytest.raises(PreflightError):
+        bad.pull()
+    with pytest.raises(RefusedError, match=r"none of the 1 worker that has joined \('bad'\) .*wait_for_workers\(\)"):
+        updater.push()
+    bad.close()
+    assert updater.push().version == 2
+    updater.close()
+
+
+def test_an_error_of_an_earlier_version_says_that_this_one_was_sent(updater: WeightUpdater) -> None:
+    updater.push()
+    bad, good = receiver_of(updater, raises(ValueError), worker="bad"), receiver_of(updater, worker="good")
+    with pytest.raises(ApplyError):
+        bad.pull()
+    with pytest.raises(ApplyError, match=r"(?s)version 1 in phase commit.*\(version 2 was sent\)"):
+        updater.push()
+    assert good.pull() == 2
+
+
 # -- workers that come and go ------------------------------------------------------------------------------------------
 
 

@@ -196,7 +196,14 @@ def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("command", "status"),
-    [(["backends"], 0), (["--help"], 0), (["backends", "--help"], 0), (["doctor"], 2), (["backends", "--chek"], 2)],
+    [
+        (["backends"], 0),
+        (["--version"], 0),
+        (["--help"], 0),
+        (["backends", "--help"], 0),
+        (["doctor"], 2),
+        (["backends", "--chek"], 2),
+    ],
 )
 def test_without_the_cli_extra(command: list[str], status: int) -> None:
     script = "import sys; sys.modules['typer'] = None; from weightwire.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -204,8 +211,9 @@ def test_without_the_cli_extra(command: list[str], status: int) -> None:
         [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == status
-    if command != ["backends"]:
+    if command not in (["backends"], ["--version"]):
         assert 'pip install "weightwire[cli]"' in (done.stderr if status else done.stdout)
+    assert ("'doctor' needs the extra 'cli'" in done.stderr) is (command == ["doctor"])
 
 
 def test_python_dash_m(tmp_path: Path) -> None:

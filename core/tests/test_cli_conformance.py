@@ -50,6 +50,78 @@ def test_options_and_pickles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SUITE = """
+import pytest
+
+from weightwire.testing import BackendSuite
+
+
+@pytest.fixture(scope="session")
+def word():
+    return "right"
+
+
+class Suite(BackendSuite):
+    endpoint = "installed"  # under a name that it has not here
+    options = {"allow_pickle": True, "word": "wrong"}
+
+    @pytest.fixture(autouse=True)
+    def _told(self, word):
+        self.word = word
+
+    def make_location(self):
+        return f"{self.word}-{id(self)}"
+"""
+
+
+def package(folder: Path, suite: str) -> None:
+    """A plugin that takes one kind of location only, needs an option, and ships a suite that knows both."""
+    options = """\
+class Options(msgspec.Struct):
+    word: str
+
+
+"""
+    choosy = (
+        SOURCE.replace("# The hooks:", options + "# The hooks:", 1)
+        .replace('summary="', 'pickles="own", options=Options, summary="', 1)
+        .replace(
+            "    return MineSender(",
+            '    assert endpoint.location[:5] == options.word == "right"\n    return MineSender(',
+        )
+    )
+    folder.joinpath("choosy").mkdir()
+    folder.joinpath("choosy", "__init__.py").write_text(choosy)
+    folder.joinpath("choosy", "conformance.py").write_text(suite)
+
+
+def test_a_suite_that_the_plugin_ships(tmp_path: Path) -> None:
+    package(tmp_path, SUITE.replace("wrong", "right"))
+    done = run(tmp_path, "import:choosy", *QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_conformance.py::TestChoosy" in done.stdout
+
+
+def test_options_of_the_command_line_come_before_those_of_the_suite(tmp_path: Path) -> None:
+    package(tmp_path, SUITE)
+    assert run(tmp_path, "import:choosy", *QUICK).returncode == 1
+    done = run(tmp_path, "import:choosy?word=right", *QUICK)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_a_broken_suite_says(tmp_path: Path) -> None:
+    package(tmp_path, "Suit = 1")
+    done = run(tmp_path, "import:choosy", *QUICK)
+    assert done.returncode == 1
+    assert "cannot import name 'Suite' from 'choosy.conformance'" in done.stdout
+
+
+def test_ctrl_c_is_told_from_a_failure(tmp_path: Path) -> None:
+    case = "    def test_unknown_options_are_errors(self):\n        raise KeyboardInterrupt\n"
+    package(tmp_path, SUITE + case)
+    assert run(tmp_path, "import:choosy", "-q", "-k", "unknown_options").returncode == 130
+
+
 def test_no_case_was_chosen(tmp_path: Path) -> None:
     tmp_path.joinpath("here.py").write_text(SOURCE)
     assert run(tmp_path, "import:here", "-q", "-k", "nonsense").returncode == 2
@@ -74,11 +146,11 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     [
         ("ipc", "'ipc'", "{}"),
         ("ipc@weightwire-ipc?slots=3", "'ipc@weightwire-ipc'", "{'slots': '3'}"),
-        ("nccl://127.0.0.1:5000?keep=true", "'nccl://127.0.0.1:5000?keep=true'", "{}"),
+        ("nccl://127.0.0.1:5000?keep=true", "'nccl://127.0.0.1:5000'", "{'keep': 'true'}"),
     ],
 )
 def test_what_the_suite_is_told(text: str, endpoint: str, options: str) -> None:
     source = conformance.suite_of(parse_endpoint(text))
     assert f"endpoint = {endpoint}\n" in source
-    assert f"options = {options}\n" in source
+    assert f"options = {{**Suite.options, **{options}}}\n" in source
     compile(source, "suite", "exec")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_between_processes_and_within_one(plant: Callable[[str], str], capsys: p
     choice = answer["advice"]
     assert choice["2 workers in other processes of this machine"].startswith("ipc (")
     assert choice["policies in the trainer's own process"].startswith(fine["endpoint"])
-    assert choice["workers on several nodes"].startswith("none of these works here")
+    assert re.match("none of these(; nccl|: pip install weightwire-)", choice["workers on several nodes"])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_why_one_does_not_work(
     said = " ".join(capsys.readouterr().out.split())
     assert f"{endpoint} no " in said
     assert told in said
-    assert "none of these works here" in said
+    assert "What to choose" not in said, "there is no choice"
 
 
 def test_one_that_hangs_is_ended(plant: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_plain_text_where_nobody_looks(
     assert main(["top", PLACE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{PLACE}   version 1   1 worker   ")
-    assert "last push: version 1, now, 1 tensors, 4 kB in" in lines[1]
+    assert "last push: version 1, now, 1 tensor, 4 kB in" in lines[1]
     assert "stage" in lines[1]
     assert lines[2].split() == ["WORKER", "HOST", "STATE", "VERSION", "LAG", "APPLIED", "IN", "NOTE"]
     assert lines[3].startswith("  evil [2J[red]")
@@ -95,6 +95,23 @@ def test_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     console = Console(file=io.StringIO(), width=100)
     console.print(top.screen(top.found(), console))
     assert "process 4711" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_wrong_turns(
+    updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = [*status.ask(), {"pid": 4711, "fault": "it does not answer", "updaters": []}]
+    monkeypatch.setattr(status, "ask", lambda: documents)
+    monkeypatch.setattr(status, "_sockets", lambda: [(os.geteuid() + 1, 12, "theirs"), (os.geteuid(), 13, "ours")])
+    assert main(["top", f"{PLACE}x"]) == 1
+    said = capsys.readouterr().err
+    assert f"Did you mean '{PLACE}'?" in said
+    assert "Process 4711 may have it: it does not answer." in said
+    assert f"Others have updaters here (user id {os.geteuid() + 1}), of which only they are told." in said
+    console = Console(file=io.StringIO(), width=100)
+    mine = [document for document in top.found() if document.get("endpoint") == PLACE or "fault" in document]
+    console.print(top.screen(mine, console))
+    assert "1 updater on this machine" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_screen(updater: WeightUpdater, receiver: WeightReceiver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,8 @@ from weightwire.weights.names import (
     match,
     preflight,
 )
+from weightwire.weights.source import Source
+from weightwire.weights.target import make_target
 
 Spec = tuple[str, tuple[int, ...]]
 
@@ -396,3 +399,43 @@ def preflight_or_refuse(found: Needs) -> None:
 def test_impossible_needs_are_refused(columns: tuple[Sequence[object], ...]) -> None:
     with pytest.raises(WireError):
         decode_needs(msgspec.msgpack.encode([*columns, None, None, None]))
+
+
+@pytest.mark.parametrize(
+    "option", [{"cast": {"actr.*": "float16"}}, {"rename": {"actr.": "x."}}, {"rename": {"b": "c"}}]
+)
+def test_tables_that_name_nothing_are_an_error(option: dict[str, Any]) -> None:
+    (kind,) = option
+    state = {"actor.w": torch.ones(1), "actor.v": torch.ones(1)}
+    with pytest.raises(PreflightError, match=f"{kind}s none of 2 names.*actor"):
+        Source(state, **option).extract()
+    sent, taken = named(*state), needs(*state, **option)
+    with pytest.raises(PreflightError, match=f"{kind}s none of 2 names"):
+        preflight(sent, taken)
+    assert not preflight(sent, taken, subset=True), "the rest may have been sent before"
+
+
+def test_tables_of_which_some_name_something_are_none() -> None:
+    state = {"actor.w": torch.ones(1)}
+    cast = {"critic.*": "float16", "actor.*": "bfloat16"}
+    assert Source(state, cast=cast).extract().layout.entries[0].dtype == "bfloat16"
+    assert Source(state, rename={"module.": ""}).extract().layout.names == state.keys()
+    Source({"a": state}, cast=cast).extract({"b": torch.ones(1)})  # another object may be a part
+
+
+def test_patterns_are_text() -> None:
+    with pytest.raises(PreflightError, match="patterns are str"):
+        NameMap(cast={3: "float16"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\tb", "a\nb", "a\x9fb", "a" * 1025, "\u00e9" * 600])
+def test_names_that_cannot_travel_are_refused_on_both_sides(name: str) -> None:
+    for refuse in (lambda: Source({name: torch.ones(1)}).extract(), lambda: make_target({name: torch.ones(1)})):
+        with pytest.raises(PreflightError, match=r"surrogate|control character|line break|longer than 1024"):
+            refuse()
+
+
+@pytest.mark.parametrize("name", ["a" * 1024, "\u00e9" * 512, "a b", "\u00a0", "\u2028"])
+def test_names_that_travel_are_taken_on_both_sides(name: str) -> None:
+    assert Source({name: torch.ones(1)}).extract().layout.wire
+    make_target({name: torch.ones(1)})

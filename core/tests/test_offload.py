@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import io
 import os
+import pickle
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +23,7 @@ import weightwire.offload
 from weightwire import OffloadedError, StorageFullError, WeightReceiver, WeightUpdater
 from weightwire.offload import Offload
 from weightwire.weights.arrays import array_of
-from weightwire.weights.guarded import is_guarded
+from weightwire.weights.guarded import is_guarded, stand_in
 
 WAYS = ("cpu", "disk")
 
@@ -366,6 +369,83 @@ def test_an_interrupt_on_the_way_is_undone_by_reload(monkeypatch: pytest.MonkeyP
     assert not any(map(is_guarded, everything(model, optimizer)))
 
 
+def test_what_was_taken_before_is_refused_while_it_is_away_and_whole_afterwards() -> None:
+    model, optimizer = trained()
+    state, view, flat = model.state_dict(), model.a.detach()[1:], model.a.data.as_strided((2 * 24 * 24,), (1,), 0)
+    expected = bits([*state.values(), view, flat])
+    with Offload(model, optimizer):
+        for use in (
+            lambda: state["norm.weight"].sum(),
+            lambda: view.clone(),
+            lambda: flat.add_(1),
+            lambda: torch.save(state, io.BytesIO()),
+            lambda: copy.deepcopy(view),
+        ):
+            with pytest.raises(OffloadedError, match="a view of"):
+                use()
+        with WeightUpdater("vanilla", state) as updater, WeightReceiver(updater.endpoint) as receiver:
+            updater.push()  # reads the backup
+            receiver.pull()
+            assert bits([receiver.weights["a"], stand_in(view)]) == bits([stand_in(model.a), stand_in(model.a)[1:]])
+    assert bits([*state.values(), view, flat]) == expected
+    assert not any(map(is_guarded, [*state.values(), view, flat]))
+
+
+def test_a_model_that_is_away_cannot_be_pickled() -> None:
+    model, optimizer = trained()
+    offload = Offload(model, optimizer)
+    for part in (offload.grads, offload.params):
+        part()
+        with pytest.raises(OffloadedError, match=r"offloaded.*reload"):
+            pickle.dumps(model)
+    offload.reload()
+    assert pickle.loads(pickle.dumps(model)).a.equal(model.a)
+
+
+def test_threads_take_turns() -> None:
+    model, _ = trained()
+    before = bits(list(model.parameters()))
+    offload, failed = Offload(model), []
+
+    def rounds() -> None:
+        try:
+            for _ in range(5):
+                offload.params()
+                offload.reload()
+        except BaseException as exc:
+            failed.append(exc)
+
+    threads = [threading.Thread(target=rounds) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    offload.reload()
+    assert bits(list(model.parameters())) == before
+
+
+def test_an_offload_that_is_forgotten_brings_everything_back() -> None:
+    model, optimizer = trained()
+    before = bits(everything(model, optimizer))
+    offload = Offload(model, optimizer)
+    offload.all()
+    with pytest.warns(ResourceWarning, match="was forgotten.*keep the object"):
+        del offload
+    assert bits(everything(model, optimizer)) == before
+    model.eval()(torch.zeros(2, 24))
+
+
+def test_what_is_no_module_or_not_one_optimizer_is_refused() -> None:
+    model, optimizer = trained()
+    with pytest.raises(TypeError, match="one optimizer, or None"):
+        Offload(model, [optimizer, optimizer])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="one optimizer, or None"):
+        Offload(model, "x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"it is a torch\.nn\.Module"):
+        Offload(model.state_dict())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("to", WAYS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_backups_are_kept_for_the_next_round_or_let_go(to: str, keep: bool) -> None:
@@ -396,7 +476,22 @@ def test_wrapped_modules() -> None:
     compiled.eval()(torch.zeros(8, 24))
 
 
+def test_peaks_are_told_without_touching_the_users_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, most = [100], [900]  # bytes on a GPU that is not there
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: most[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: pytest.fail("they are the user's"))
+    watch = weightwire.offload._Watch([torch.device("cuda:0")])
+    now[0] = 300
+    watch.look()
+    now[0] = 50
+    assert watch.report((), []).memory["cuda:0"] == (100, 50, 300)
+    most[0] = 1200  # so there was more than ever before
+    assert watch.report((), []).memory["cuda:0"] == (100, 50, 1200)
+
+
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("to", WAYS)
 def test_fifty_rounds_of_a_gigabyte(to: str, tmp_path: Path) -> None:
     """1 GB of model, gradients and Adam's state; RSS falls by 90 % of what goes to disk, and nothing grows."""

@@ -210,3 +210,21 @@ def test_a_hook_that_failed_is_told_beside_an_applied_version() -> None:
     assert roster.receipt("a", V1).state == "applied"
     (failure,) = roster.take_failures()
     assert (failure.kind, failure.phase) == (ApplyError, "after-hooks")
+
+
+def test_what_a_worker_said_of_a_version_outlives_its_goodbye() -> None:
+    roster = roster_with("done", "idle", "bad", "killed")
+    for name in ("done", "killed"):
+        roster.observe(Applied(worker=name, incarnation=1, stamp=V2, tensors=3, nbytes=12))
+    roster.observe(refused("bad", V2))
+    for name in ("done", "idle", "bad"):
+        roster.observe(Left(worker=name, incarnation=1))
+    roster.observe(Lost(worker="killed", incarnation=1, reason="gone"))
+    names = ["done", "idle", "bad", "killed"]
+    assert [roster.receipt(name, V2).state for name in names] == ["applied", "left", "refused", "lost"]
+    assert (roster.receipt("done", V2).tensors, roster.receipt("bad", V2).error) == (3, "no")
+    assert roster.receipt("done", V3).state == "left"
+    assert roster.took(names, V1) == roster.took(names, V2) == ["done"]
+    assert roster.pending(names, V2, "applied") == []
+    roster.observe(Joined(worker="done", incarnation=2))
+    assert roster.receipt("done", V2).state == "sent", "it is another one of that name"

@@ -138,3 +138,13 @@ def test_a_scale_that_would_hide_a_tensor_is_refused() -> None:
 def test_receivers_make_no_scales() -> None:
     with pytest.raises(PreflightError, match="updater"):
         WeightReceiver("vanilla://x", {"w": torch.ones(2)}, cast="float8_e4m3fn*scale")
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300])
+def test_numbers_beyond_float32_are_refused_by_name(value: float) -> None:
+    state = {"fine": torch.ones(2), "huge": torch.tensor([1.0, value], dtype=torch.float64)}
+    with WeightUpdater("ipc", state, cast="float8_e4m3fn*scale") as updater:
+        with pytest.raises(PreflightError, match="'huge' holds numbers beyond float32"):
+            updater.push()
+        state["huge"][1] = float("inf")  # which is what it is, and counts for no scale
+        assert updater.push().version == 1

@@ -195,6 +195,25 @@ def select_of(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("small_buckets")
+def test_other_bytes_than_were_sent_are_the_same_error_as_without_streaming() -> None:
+    source, target = net(1.0), net(0.0)
+    with (
+        WeightUpdater("vanilla?keep=true", source, digest="on") as updater,
+        WeightReceiver(updater.endpoint, target, stream=True, worker="w") as receiver,
+    ):
+        updater.push()
+        (item,) = updater._sender._place.shelf.kept()  # type: ignore[attr-defined]
+        item.arena.tensor[7] ^= 1
+        with pytest.raises(DigestError, match="unusable until the next full version"):
+            receiver.pull()
+        assert not receiver.ready
+        with pytest.raises(ApplyError, match="digest"):  # it is told as what it is to the trainer: no version acts
+            updater.push()
+        assert receiver.pull() == 2
+        assert agree(source, target)
+
+
+@pytest.mark.usefixtures("small_buckets")
 def test_a_failure_halfway_makes_the_policy_refuse_to_act() -> None:
     source, target = net(1.0), net(0.0)
     x = torch.zeros(2, 40)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictParams, lazy_stack
+from tensordict import MemoryMappedTensor, TensorDict, TensorDictParams, lazy_stack
 from torch import Tensor, nn
 
 from weightwire import WeightReceiver, WeightUpdater
@@ -110,7 +110,7 @@ def test_module(apply: str) -> None:
     assert {name: id(tensor) for name, tensor in state_of(policy).items()} == objects
     assert [parameter.grad for parameter in policy.parameters()] == grads
     assert all(parameter.requires_grad for parameter in policy.parameters())
-    policy(torch.ones(5, 3)).sum().backward()
+    policy(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
     assert not torch.equal(policy[0].weight, source[0].weight), "the optimizer still has the policy's own parameters"
 
@@ -910,3 +910,173 @@ def test_an_expanded_view_in_a_mapping_of_the_receivers_own_follows_its_tensor(s
             receiver.pull()
             assert torch.equal(receiver.weights["a"], base.expand(2, *shape))
             assert torch.equal(receiver.weights["b"], base)
+
+
+# -- memory that is not the target's alone, or not there ---------------------------------------------------------------
+
+
+def in_inference_mode(make: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return make()
+
+
+@both
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_made_in_inference_mode_stay_usable(apply: str, tied: bool) -> None:
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).eval().requires_grad_(False)
+        if tied:
+            module[2].weight = module[0].weight
+        return module
+
+    policy, trainer = in_inference_mode(make), Trainer()
+    target = make_target(policy, apply=apply)
+    for number in range(3):
+        source = make().requires_grad_(False)
+        source[0].weight.fill_(number)
+        source[2].weight.fill_(number)
+        header, views = trainer.ship({**source.state_dict(), "2.weight": source[2].weight.clone()})
+        commit([target.prepare(header, views)])
+        assert snapshot(state_of(policy)) == snapshot(source.state_dict())
+        assert (policy[0].weight.data_ptr() == views[list(header.layout.names).index("0.weight")].data_ptr()) == (
+            apply == "alias" and not tied
+        )
+        for tensor in policy.state_dict().values():
+            assert tensor.is_inference()
+            tensor.reshape(-1)[:1]
+            with torch.inference_mode():
+                tensor.add_(0)
+        with torch.inference_mode():
+            policy(torch.ones(3, 2))
+
+
+@both
+def test_an_expanded_tensor_made_in_inference_mode(apply: str) -> None:
+    policy = {"a": in_inference_mode(lambda: torch.zeros(1, 2).expand(2, 2))}
+    target, trainer = make_target(policy, apply=apply), Trainer()
+    for number in range(2):
+        bring(target, {"a": torch.arange(4.0).view(2, 2) + number}, trainer)
+        assert policy["a"].view(-1).tolist() == [0.0 + number, 1.0 + number, 2.0 + number, 3.0 + number]
+
+
+def conjugates() -> dict[str, Tensor]:
+    weight = torch.zeros(2, dtype=torch.complex64)
+    return {"a": weight, "b": weight.conj()}
+
+
+def negatives() -> dict[str, Tensor]:
+    view = torch.zeros(2, dtype=torch.complex64).conj().imag
+    return {"a": view, "b": view}
+
+
+TURNED, REAL = torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([1.0, 2.0])
+
+
+@both
+@pytest.mark.parametrize(
+    ("make", "a", "b", "wrong"),
+    [
+        (conjugates, TURNED, TURNED.conj().resolve_conj(), (TURNED + 1, TURNED.clone(), TURNED)),  # the last is tied
+        (negatives, REAL, REAL.clone(), (REAL + 1, -REAL)),
+    ],
+)
+def test_conjugate_and_negative_views_take_no_contradiction(
+    make: Callable[[], dict[str, Tensor]], a: Tensor, b: Tensor, wrong: tuple[Tensor, ...], apply: str
+) -> None:
+    policy = make()
+    target, before = make_target(policy, apply=apply), snapshot(policy)
+    for other in wrong:
+        with pytest.raises(PreflightError, match="share memory in the target, but have different values"):
+            target.prepare(*Trainer().ship({"a": a, "b": other}))
+    assert snapshot(policy) == before
+    bring(target, {"a": a, "b": b})
+    assert torch.equal(policy["a"], a)
+    assert torch.equal(policy["b"], b)
+    assert policy["a"].data_ptr() == policy["b"].data_ptr()
+
+
+def mapped(path: Any) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+    """Kind, a tensor or array, and what somebody else sees of it."""
+    for kind, tensor in ("shared", torch.zeros(3).share_memory_()), ("handle", MemoryMappedTensor(torch.zeros(3))):
+        yield kind, tensor, torch.from_numpy(tensor.numpy()).clone  # which stays where it is
+    tensordict = TensorDict({"a": torch.zeros(3)}, []).memmap(str(path / "td"))
+    yield "memmap", tensordict["a"], lambda: TensorDict.load_memmap(str(path / "td"))["a"]
+    file = torch.from_file(str(path / "file"), shared=True, size=3, dtype=torch.float32)
+    yield "file", file, lambda: torch.from_file(str(path / "file"), shared=False, size=3, dtype=torch.float32)
+    array = np.memmap(path / "array", np.float32, "w+", shape=3)
+    seen_array = lambda: torch.from_numpy(np.fromfile(path / "array", np.float32))  # noqa: E731
+    yield "np.memmap", array, seen_array
+    plain = np.memmap(path / "plain", np.float32, "w+", shape=4)
+    yield "view", np.asarray(plain)[1:], lambda: torch.from_numpy(np.fromfile(path / "plain", np.float32)[1:])
+    matrix = np.zeros((1, 3), np.float32).view(np.matrix)
+    yield "matrix", matrix, lambda: torch.from_numpy(np.array(matrix))
+
+
+@both
+def test_memory_that_others_rely_on_is_written_to_where_it_is(apply: str, tmp_path: Any) -> None:
+    for kind, leaf, others_see in mapped(tmp_path):
+        policy, trainer = {"a": leaf, "b": np.zeros(2, np.float32)}, Trainer()
+        target = make_target(policy, apply=apply)
+        for number in range(1, 3):
+            bring(target, {"a": torch.full(tuple(leaf.shape), float(number)), "b": torch.ones(2)}, trainer)
+            assert policy["a"] is leaf, kind
+            assert others_see().unique().tolist() == [number], kind
+
+
+def test_plain_arrays_go_on_pointing_at_what_arrives() -> None:
+    policy, trainer = {"a": np.zeros(3, np.float32)}, Trainer()
+    target = make_target(policy, apply="alias")
+    for _ in range(3):
+        header, views = trainer.ship({"a": torch.ones(3)})
+        commit([target.prepare(header, views)])
+        assert policy["a"].ctypes.data == views[0].data_ptr()
+        make_target(policy, apply="alias")  # nor does another one take it for somebody else's
+
+
+def test_shared_memory_in_which_elements_overlap_is_refused(tmp_path: Any) -> None:
+    tensor = torch.zeros(1, 2).share_memory_().expand(2, 2)
+    array = np.lib.stride_tricks.as_strided(np.memmap(tmp_path / "a", np.float32, "w+", shape=2), (2, 2), (0, 4))
+    for leaf in tensor, array:
+        with pytest.raises(PreflightError, match="a: over memory that others share"):
+            make_target({"a": leaf})
+
+
+@both
+@pytest.mark.parametrize("size", [0, 8])
+def test_a_storage_that_is_too_small_is_refused_by_name(apply: str, size: int) -> None:
+    policy = nn.Linear(4, 4)
+    policy.weight.untyped_storage().resize_(size)
+    with pytest.raises(PreflightError, match="weight: without memory under it"):
+        make_target(policy, apply=apply)
+    policy, trainer = nn.Linear(4, 4), Trainer()
+    target = make_target(policy, apply=apply)
+    bring(target, nn.Linear(4, 4), trainer)
+    policy.weight.untyped_storage().resize_(size)
+    with pytest.raises(PreflightError, match="weight: without memory under it"):
+        bring(target, nn.Linear(4, 4), trainer)
+    with pytest.raises(PreflightError, match="weight: without memory under it"):
+        target.admit(trainer.ship(nn.Linear(4, 4))[0])
+
+
+@pytest.mark.parametrize("where", [{}, {"p": {"q": 0}}])
+def test_stacks_of_unlike_tensordicts_are_refused_by_name(where: dict[str, Any]) -> None:
+    stack = lazy_stack([TensorDict({"a": torch.zeros(2 + number)}, []) for number in range(2)])
+    state: Any = {"p": {"q": stack}} if where else stack
+    for refuse in (lambda: make_target(state), lambda: Source(state).extract()):
+        with pytest.raises(PreflightError, match="'p.q': a LazyStacked" if where else "the weights: a LazyStacked"):
+            refuse()
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_function_is_handed_memory_of_its_own(writable: bool) -> None:
+    given: dict[str, Tensor] = {}
+    shared = torch.ones(4)
+    for apply in MODES:
+        target = make_target(given.update, apply=apply)
+        header, views = Trainer().ship({"a": shared, "b": shared, "c": torch.ones(1, 2).expand(2, 2)})
+        commit([target.prepare(header, views, writable=writable)])
+        own = not writable and apply == "copy"
+        assert (given["a"].data_ptr() != views[0].data_ptr()) == own
+        assert given["a"].data_ptr() == given["b"].data_ptr(), "tied they stay"
+        given["a"].fill_(-1)
+        assert views[0].eq(1).all() == own

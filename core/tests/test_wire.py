@@ -444,7 +444,7 @@ def test_hostile_header(name: str, cached: bool) -> None:
         (Layout((Entry("a\0b", "int8", (1,), 0),), (1,)), "control"),
         (Layout((Entry("../a", "int8", (1,), 0),), (1,)), "goes up"),
         (Layout((Entry("", "int8", (1,), 0),), (1,)), "no name"),
-        (Layout((Entry("\ud800", "int8", (1,), 0),), (1,)), "cannot be sent"),
+        (Layout((Entry("\ud800", "int8", (1,), 0),), (1,)), "lone surrogate"),
         (Layout((Entry("a", "int8", (2**70,), 0),), (1,)), "cannot be sent"),
         (Layout((Entry("a", "int8", (2,), 0),), (1,)), "outside"),
         (Layout((Entry("a", "int8", (2, 2), 0, 0, (1,)),), (9,)), "strides"),

@@ -23,6 +23,7 @@ from weightwire.errors import (
     WaitTimeout,
     WorkerLostError,
 )
+from weightwire.testing.rig import took
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:::torchrl"),
@@ -189,6 +190,9 @@ def test_no_frame_is_a_mix_of_versions(make: Make, parts: ModuleType, checks: An
 
 # -- 5: workers that die or stand still --------------------------------------------------------------------------------
 
+SLACK = 2.0
+"""Seconds beyond a deadline, for a machine that has other things to do."""
+
 
 def test_a_killed_worker_is_named_and_the_other_has_the_version(
     gather: Callable[..., Any], parts: ModuleType, checks: Any
@@ -198,10 +202,8 @@ def test_a_killed_worker_is_named_and_the_other_has_the_version(
     next(batches)
     collector.procs[1].kill()
     collector.procs[1].join(10)
-    begun = time.monotonic()
-    with pytest.raises(WorkerLostError, match="policy-1") as caught:
+    with took(at_most=5.0 + SLACK), pytest.raises(WorkerLostError, match="policy-1") as caught:
         collector.update_policy_weights_(parts.fill(policy, 2.0))
-    assert time.monotonic() - begun < 30
     assert caught.value.report.receipts["policy-0"].state == "staged"
     assert list(ours.workers) == ["policy-0"]
     with pytest.raises(UnknownWorkerError, match="has left or was lost"):
@@ -218,7 +220,7 @@ def test_a_stopped_worker_delays_an_update_by_its_deadline_at_most(
     pid = collector.procs[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(WaitTimeout, match="policy-0"):
+        with took(at_most=2.0 + SLACK), pytest.raises(WaitTimeout, match="policy-0"):
             collector.update_policy_weights_(parts.fill(policy, 2.0))
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -234,10 +236,8 @@ def test_a_worker_that_cannot_take_it_is_named_at_once(
 ) -> None:
     collector, batches, _ = gather(None, policy_factory=[parts.proof, parts.wide_proof])
     assert checks.seen(next(batches)) == [0.5]  # their own weights, before any update
-    begun = time.monotonic()
-    with pytest.raises(RefusedError, match=r"(?s)policy-1.*layers"):
+    with took(at_most=20.0 / 2), pytest.raises(RefusedError, match=r"(?s)policy-1.*layers"):  # half of its deadline
         collector.update_policy_weights_(parts.Proof(2.0))
-    assert time.monotonic() - begun < 30
     assert checks.seen(next(batches)) == [0.5, 2.0]
 
 
@@ -315,6 +315,54 @@ def test_a_scheme_serves_one_collector_after_another(
     ours.shutdown()
     with pytest.raises(ClosedError):
         ours.send()
+
+
+def test_a_scheme_is_one_models_in_one_live_collector(
+    make: Make, parts: ModuleType, checks: Any, schemes: ModuleType
+) -> None:
+    def gather(policy: Any, /, **models: Any) -> Any:
+        return make(
+            parts.Collector, parts.still, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes=models
+        )
+
+    policy, ours = parts.Proof(1.0), scheme("vanilla")
+    with pytest.raises(RuntimeError, match=r"one scheme for the models 'policy' and 'env'.*make a scheme for each"):
+        gather(policy, policy=ours, env=ours)
+    collector = gather(policy, policy=ours)
+    with pytest.raises(RuntimeError, match=r"serves a collector already.*make another scheme"):
+        gather(parts.Proof(9.0), policy=ours)
+    collector.update_policy_weights_(parts.fill(policy, 2.0))  # the first is served as before
+    assert checks.seen(next(iter(collector))) == [2.0]
+    collector.shutdown()
+    second = gather(parts.fill(policy, 3.0), policy=ours)
+    second.update_policy_weights_(parts.fill(policy, 4.0))
+    assert checks.seen(next(iter(second))) == [4.0]
+    with pytest.raises(TypeError, match=r"model 'policy' of this .* is no Module but .*RandomPolicy"):
+        gather(None, policy=scheme("vanilla"))
+
+
+def test_who_and_what_is_named_is_checked_before_anything_is_sent(
+    make: Make, parts: ModuleType, checks: Any, schemes: ModuleType
+) -> None:
+    policy, ours = parts.Proof(1.0), scheme("vanilla")
+    collector = make(
+        parts.Collector, parts.still, policy, frames_per_batch=4, total_frames=-1, weight_sync_schemes={"policy": ours}
+    )
+    for unknown in ({0: parts.Proof(5.0), 1: parts.Proof(6.0)}, {-1: parts.Proof(5.0)}):
+        with took(at_most=10.0), pytest.raises(UnknownWorkerError, match="the workers are 0 to 0"):
+            collector.update_policy_weights_(unknown)
+    with pytest.raises(ValueError, match="the text 'critic', and the collector has no model of that name"):
+        collector.update_policy_weights_("critic")
+    assert (ours.version, checks.seen(next(iter(collector)))) == (1, [1.0])
+    collector.update_policy_weights_({0: parts.Proof(5.0)})
+    assert checks.seen(next(iter(collector))) == [5.0]
+
+
+def test_weights_for_each_worker_are_all_tried(gather: Callable[..., Any], parts: ModuleType, checks: Any) -> None:
+    collector, batches, _ = gather(parts.Proof(1.0))
+    with pytest.raises(RefusedError, match=r"(?s)worker 0 failed: RefusedError.*worker 1 was updated"):
+        collector.update_policy_weights_({0: nn.Linear(3, 3), 1: parts.Proof(2.0)})
+    assert checks.seen(next(batches)) == [1.0, 2.0]
 
 
 def test_a_late_word_of_an_old_version_does_not_pass_for_a_new_one(

@@ -90,7 +90,8 @@ class Peer:
     """A connection to a worker, and what it was sent."""
 
     def __init__(self, conn: socket.socket) -> None:
-        self.conn, self.frames, self.out = conn, Frames(wire.MAX_HEADER), b""
+        self.conn, self.frames = conn, Frames(wire.MAX_HEADER)
+        self.out: bytes | memoryview = b""
         self.hello: Joined | None = None
         self.have = Have()
         self.goodbye = False
@@ -278,7 +279,8 @@ class PostSender(Sender):
                     peer.have = Have(item.stamp, item.base or item.stamp)
                     more = self.pick(peer)
                     kind = BASE if more and more.base == item.stamp else VERSION
-                    peer.out = frame(kind, wire.encode_header(item.header), item.array.tobytes())
+                    whole = frame(kind, wire.encode_header(item.header), item.array.tobytes())
+                    peer.out = memoryview(whole)  # of which a slice costs nothing
                 peer.out = peer.out[peer.conn.send(peer.out) :]
         except BlockingIOError:
             pass

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 from urllib.parse import quote, unquote
 
 from weightwire.errors import EndpointError
@@ -26,7 +26,7 @@ from weightwire.errors import EndpointError
 if TYPE_CHECKING:
     from weightwire.hookspecs import BackendInfo
 
-__all__ = ["Endpoint", "Size", "options_for", "parse", "parse_size", "scoped"]
+__all__ = ["Endpoint", "Size", "in_order", "options_for", "parse", "parse_size", "scoped"]
 
 MAX_LENGTH = 4096
 """Characters of the canonical text: no honest endpoint is longer, and whoever logs one need not fear it."""
@@ -215,6 +215,16 @@ def parse_size(text: str) -> int:
     return int(match[1]) * unit
 
 
+def in_order(endpoint: str | Mapping[str, Any] | Endpoint, weights: object) -> str | Mapping[str, Any] | Endpoint:
+    """The endpoint of two arguments, unless they were swapped: ``EndpointError``."""
+    if isinstance(weights, (str, Endpoint)):
+        raise EndpointError(
+            f"the endpoint is a {type(endpoint).__name__} and the weights are {str(weights)!r:.200}: did you swap the "
+            "arguments? The endpoint comes first"
+        )
+    return endpoint
+
+
 def options_for(endpoint: Endpoint, info: BackendInfo) -> Any:
     """The endpoint's options as an instance of ``info.options``; ``None`` where the backend takes none.
 
@@ -247,6 +257,8 @@ def _option(endpoint: Endpoint, key: str, text: str, kind: Any) -> Any:
     except (msgspec.ValidationError, EndpointError) as exc:
         # All values start as text, so that "got `str`" would only mislead.
         why = str(exc).replace(", got `str`", "")
+        if get_origin(kind) is Literal:
+            why = f"it is one of {', '.join(map(repr, get_args(kind)))}"
         raise EndpointError(
             f"endpoint {str(endpoint)!r}: option {key!r} of backend {endpoint.backend!r} cannot be {text!r}: {why}"
         ) from exc

@@ -78,6 +78,13 @@ class Origin:
     def here(self) -> bool:
         return self._count == _State.forks
 
+    def refuse_copy(self) -> TypeError:
+        """What to raise where the object is to be pickled or copied."""
+        return TypeError(
+            f"{self.what} cannot be pickled or copied: its sockets, locks and threads are of this process. Hand on the "
+            "text of its .endpoint, and make a new one there"
+        )
+
     def check(self) -> None:
         """Raise :class:`~weightwire.ClosedError` in a forked child."""
         if self._count != _State.forks:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightwire import registry
+from weightwire.calls import check_ran
 from weightwire.errors import EndpointError, InvalidBackendError
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class Observers:
     def __init__(self, wanted: Sequence[object] | None = None) -> None:
         self.errors: list[str] = []
         self._managers: list[tuple[str, pluggy.PluginManager]] = []
-        for one in [wanted] if isinstance(wanted, str) else wanted or ():
+        several = [wanted] if isinstance(wanted, str) else () if wanted is None else wanted
+        if not isinstance(several, Iterable):
+            raise TypeError(f"observers is {wanted!r:.200}; it takes a list of names and plugin objects")
+        for one in several:
             self._managers.append(_resolve(one))
 
     def take_errors(self) -> list[str]:
@@ -72,7 +76,8 @@ class Observers:
     def _call(self, hook: str, **arguments: Any) -> None:
         for name, manager in self._managers:
             try:
-                getattr(manager.hook, hook)(**arguments)
+                for returned in getattr(manager.hook, hook)(**arguments):
+                    check_ran(returned, "it")
             except Exception as exc:
                 log.exception("observer %s failed in %s", name, hook)
                 self.errors = [*self.errors, f"observer {name}, {hook}: {type(exc).__name__}: {exc}"][-MAX_ERRORS:]

@@ -15,9 +15,11 @@ import mmap
 import os
 import sys
 import tempfile
+import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ PARTS = ("params", "grads", "optimizer")
 class Memory(NamedTuple):
     """Bytes in use on one device, or resident in this process for ``"host"``: before, after, and at the most between.
 
-    Peaks on the host are those seen between the steps.
+    Peaks are those seen between the steps; on a GPU also those that are higher than any that the process had before.
     """
 
     before: int
@@ -76,9 +78,14 @@ class Offload:
     be called again without harm. As a context manager it is ``all()`` at the beginning and ``reload()`` at the end.
     Gradients are set aside: ``.grad`` is ``None`` until they are back.
 
-    Do not offload between a forward and its backward pass: the backward pass then raises.
+    Do not offload between a forward and its backward pass: the backward pass then raises. Every tensor object over
+    memory that goes away is refused while it is away, also one that was taken before (``detach()``, ``state_dict()``, a
+    flat buffer). What is no tensor cannot be: a NumPy array made by ``tensor.numpy()``, a DLPack export or a bare
+    storage must not be touched. Calls from several threads come one at a time. An ``Offload`` that is forgotten brings
+    everything back, with a ``ResourceWarning``.
 
     Raises:
+        TypeError: ``model`` is no Module, or ``optimizer`` not one optimizer.
         ValueError: a tensor cannot be moved; all are named, and nothing was.
         StorageFullError: no room for the backup; nothing was moved.
         OffloadedError: what another ``Offload`` has moved.
@@ -96,6 +103,13 @@ class Offload:
     ) -> None:
         import torch
 
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model is {model!r:.200}; it is a torch.nn.Module")
+        if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+            raise TypeError(
+                f"optimizer is {optimizer!r:.200}; it is one optimizer, or None. For a second one make another "
+                "Offload, of which you call optimizer()"
+            )
         if to not in ("cpu", "disk"):
             raise ValueError(f"to is {to!r}; it is 'cpu' or 'disk'")
         if to == "disk" and pin:
@@ -137,6 +151,10 @@ class Offload:
 
         Raises ``ValueError`` where parameters have got new gradients that the old ones would overwrite.
         """
+        with _one_at_a_time:
+            return self._reload()
+
+    def _reload(self) -> OffloadReport:
         watch = _Watch(self._devices())
         moved = list(self._moved.values())
         _check_new_gradients(moved)
@@ -162,6 +180,16 @@ class Offload:
     def __exit__(self, *_: object) -> None:
         self.reload()
 
+    def __del__(self) -> None:
+        if getattr(self, "_moved", None) and not sys.is_finalizing():
+            self.reload()
+            warnings.warn(
+                f"an Offload of {type(self._model).__name__} was forgotten, so everything was brought back: keep the "
+                "object for as long as it is to be away",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
     def __repr__(self) -> str:
         away = ", ".join(part for part in PARTS if part in self._moved)
         return f"<Offload of {type(self._model).__name__}: {away + ' away' if away else 'everything is there'}>"
@@ -169,10 +197,15 @@ class Offload:
     # -- away ----------------------------------------------------------------------------------------------------------
 
     def _away(self, parts: Sequence[str]) -> OffloadReport:
+        with _one_at_a_time:
+            return self._move(parts)
+
+    def _move(self, parts: Sequence[str]) -> OffloadReport:
         watch = _Watch(self._devices())
         wanted = tuple(part for part in parts if part not in self._moved)
         known = list(self._known())
         moves = self._copied(wanted, known)
+        known += _others(moves.values(), known)
         watch.look()
         # From here on reload() undoes whatever has been done, also where an interrupt comes in between.
         for part, moved in moves.items():
@@ -269,27 +302,16 @@ class Offload:
             return
         text = f"{type(self._model).__name__} is offloaded: reload() first"
 
-        def refuse(*_: Any, **__: Any) -> None:
-            raise OffloadedError(text)
-
-        def refuse_params(*_: Any, **__: Any) -> None:
-            if "params" in self._moved:
-                raise OffloadedError(text)
-
+        # They do not know this object, so that forgetting it ends it.
+        refuse, refuse_params = _Refusal(text), _Refusal(text, "params", self._moved)
         for module in self._model.modules():
             self._hooks.append(module.register_forward_pre_hook(refuse_params, prepend=True))
             self._hooks.append(module.register_state_dict_pre_hook(refuse_params))  # type: ignore[no-untyped-call]
             self._hooks.append(module.register_load_state_dict_pre_hook(refuse_params))  # type: ignore[no-untyped-call]
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(refuse))
-            self._hooks.append(self._optimizer.register_state_dict_pre_hook(self._refuse_state(text)))
-
-    def _refuse_state(self, text: str) -> Callable[..., None]:
-        def refuse(*_: Any) -> None:
-            if "optimizer" in self._moved:
-                raise OffloadedError(text)
-
-        return refuse
+            refuse_state = _Refusal(text, "optimizer", self._moved)
+            self._hooks.append(self._optimizer.register_state_dict_pre_hook(refuse_state))
 
     def _let_go_of_hooks(self) -> None:
         while self._hooks:
@@ -298,6 +320,24 @@ class Offload:
     def _devices(self) -> list[torch.device]:
         found = {tensor.device for tensor in (*self._model.parameters(), *self._model.buffers())}
         return [device for device in found if device.type not in ("cpu", "meta")]
+
+
+class _Refusal:
+    """A hook that refuses: always, or while one part is away."""
+
+    def __init__(self, text: str, part: str = "", moved: Mapping[str, object] | None = None) -> None:
+        self._text, self._part, self._moved = text, part, moved
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self._moved is None or self._part in self._moved:
+            raise OffloadedError(self._text)
+
+    def __reduce__(self) -> str:
+        raise OffloadedError(self._text)  # the module that it guards is pickled
+
+
+_one_at_a_time = threading.RLock()
+"""Two threads that move the same storages would each free what the other one fills."""
 
 
 # -- tensors and storages ----------------------------------------------------------------------------------------------
@@ -412,6 +452,29 @@ def _pieces(tensors: Sequence[_Known], taken: set[int]) -> list[_Piece]:
         if known.key not in taken and known.key not in pieces and known.storage.nbytes():
             pieces[known.key] = _Piece(known)
     return list(pieces.values())
+
+
+def _others(moves: Iterable[_Moved], known: Iterable[_Known]) -> list[_Known]:
+    """Tensors that somebody else holds over storages that go: to read one afterwards would crash the process."""
+    import torch
+
+    going = {piece.key: piece for moved in moves for piece in moved.pieces}
+    if not going:
+        return []
+    names: dict[int, str] = {}
+    ours: set[int] = set()
+    for one in known:
+        names.setdefault(one.key, one.name)
+        ours |= {id(one.tensor), id(one._local)}
+    others = []
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and id(thing) not in ours and not is_dtensor(thing):
+            with suppress(RuntimeError, NotImplementedError, AttributeError):  # it has no storage
+                other = _Known("", "", thing, None)
+                if other.key in going:
+                    other.name = f"a view of {names[other.key]}"
+                    others.append(other)
+    return others
 
 
 def _restore(pieces: Sequence[_Piece], watch: _Watch) -> None:
@@ -605,23 +668,22 @@ class _Watch:
 
         self._begun = time.perf_counter()
         self._cuda = [device for device in devices if device.type == "cuda"]
-        for device in self._cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        self._before = self._now()
-        self._peak = self._before["host"]
+        self._most = {str(device): torch.cuda.max_memory_allocated(device) for device in self._cuda}
+        self._before = self._peaks = self._now()
 
     def look(self) -> None:
-        self._peak = max(self._peak, _resident())
+        self._peaks = {name: max(self._peaks[name], now) for name, now in self._now().items()}
 
     def report(self, parts: tuple[str, ...], pieces: Sequence[_Piece]) -> OffloadReport:
         import torch
 
         self.look()
         after = self._now()
-        memory = {name: Memory(before, after[name], self._peak) for name, before in self._before.items()}
-        for device in self._cuda:
-            peak = torch.cuda.max_memory_allocated(device)
-            memory[str(device)] = memory[str(device)]._replace(peak=peak)
+        for device in self._cuda:  # the statistics are the user's, and not ours to reset: they say it where it is new
+            most = torch.cuda.max_memory_allocated(device)
+            if most > self._most[str(device)]:
+                self._peaks[str(device)] = most
+        memory = {name: Memory(before, after[name], self._peaks[name]) for name, before in self._before.items()}
         seconds = time.perf_counter() - self._begun
         return OffloadReport(parts, sum(piece.nbytes for piece in pieces), len(pieces), seconds, memory)
 

@@ -2,35 +2,34 @@
 return or raise the same.
 
 The first rank leads. It says what comes next in *words*, under numbered keys of the trainer's own
-:class:`torch.distributed.Store`; the others follow. A tensor is gathered in two steps, so that no rank enters a
-collective that another one does not come to: all answer that they are there, and then the word is given. Words stay
-until all have read them: a rank that comes late reads what it missed, and is in step again.
+:class:`torch.distributed.Store`; the others follow. A bucket is gathered in two steps, so that nobody waits for a
+message from a rank that does not come: all answer that they are there, and whoever is the last to do so gives the word.
+Words stay until all have read them: a rank that comes late reads what it missed, and is in step again.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
-from datetime import timedelta
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import msgspec
 
 from weightwire import errors
-from weightwire.errors import PreflightError, PushError, WaitTimeout, WeightwireError
+from weightwire.desk import GRACE, Desk, Silence
+from weightwire.errors import ClosedError, PreflightError, PushError, WaitTimeout, WeightwireError
+from weightwire.gathering import Cut, Gatherer, Job, Shards
 from weightwire.report import PushReport
 from weightwire.transport import Deadline, Sender, Version
-from weightwire.weights.blocks import gathered
+from weightwire.weights.pieces import Piece, Want, whole_piece
+from weightwire.weights.shards import is_spread
 from weightwire.weights.walk import is_dtensor, is_state, walk
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from weightwire.transport import Event
     from weightwire.weights.payload import Payload
     from weightwire.weights.source import State
@@ -38,10 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["Follower", "Outcome", "Ranks"]
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _counters: dict[tuple[int, ...], Iterator[int]] = {}  # of updaters, by the ranks that make them alike
 SLACK = 5.0
 """Seconds beyond a call's own deadline that a rank waits for what the first one has to say of it."""
+AGAINST, STOP = 1 << 24, 1 << 48
+"""Beside one for each answer: what is added to a word's count by who cannot follow, and by the first rank when it gives
+up. So the count alone says, to everybody alike, whether all came in time."""
 
 
 class _Begin(msgspec.Struct, frozen=True, tag=True):
@@ -50,10 +53,13 @@ class _Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class _Go(msgspec.Struct, frozen=True, tag=True):
-    """All gather this tensor now."""
+    """All bring these pieces together now."""
 
-    leaf: int
-    name: str
+    cuts: list[Cut]
+
+
+class _Over(msgspec.Struct, frozen=True, tag=True):
+    """The first rank has closed its updater."""
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +103,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
 _BUILT_IN = {kind.__name__: kind for kind in (RuntimeError, TypeError, ValueError)}
 """Errors that are none of ours and mean the same on every rank: of arguments, mostly."""
 
-_Word = Union[_Begin, _Go, Outcome]
+_Word = Union[_Begin, _Go, _Over, Outcome]
 _ENCODE, _DECODER = msgspec.msgpack.encode, msgspec.msgpack.Decoder(_Word)
 
 
@@ -112,13 +118,15 @@ class Ranks:
         self._leader = ranks[0]
         self._others = [other for other in ranks if other != ranks[0]]
         self._rank = rank
-        self._store = store  # a torch.distributed.Store, whose stubs know no bytes
+        self._desk = Desk(store)
         self._timeout = timeout
         self._word = self._call = 0
-        self._unread: list[int] = []  # words that somebody has not answered to yet
+        self._forgotten = 0  # up to which word they are deleted
         self._seconds = timeout  # of the call that goes on
         self._deadline = Deadline.after(timeout)
-        self._gatherer = _Gatherer()
+        self._shards = Shards(ranks[0], rank)
+        self._gatherer = Gatherer()
+        self._calling = self._closed = False
         self.first = rank == ranks[0]
 
     @classmethod
@@ -129,16 +137,16 @@ class Ranks:
         """
         if "torch.distributed.tensor" not in sys.modules or not is_state(weights):
             return None
-        meshes = {leaf.device_mesh: None for leaf in walk(weights).leaves if is_dtensor(leaf) and _is_spread(leaf)}
+        meshes = {leaf.device_mesh: None for leaf in walk(weights).leaves if is_dtensor(leaf) and is_spread(leaf)}
         if not meshes:
             return None
         from torch.distributed import distributed_c10d as dist
 
-        found = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
-        if len({frozenset(ranks) for ranks in found}) > 1:
+        found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+        ranks = max(found, key=len)  # of others, there may be meshes in it: of its rows, say
+        if any(not set(some) <= set(ranks) for some in found):
             spread = "; ".join(sorted(map(str, found)))
             raise PreflightError(f"the weights are sharded over different ranks: {spread}; send them one by one")
-        ranks = sorted(found)[0]
         store = dist._get_default_store()
         number = next(_counters.setdefault(ranks, itertools.count()))
         name = f"weightwire/{'-'.join(map(str, ranks))}/{number}"
@@ -166,13 +174,19 @@ class Ranks:
             if learn is not None:
                 learn(Version(outcome.run, outcome.version))
             return outcome.check()
+        self._calling = True
         try:
             self._say(_Begin(self._call, kind), f"come to {kind}()")
             outcome = lead()
         except BaseException as exc:
             self._tell(Outcome.of(exc, newest()))
             raise
-        self._tell(outcome)
+        else:
+            self._tell(outcome)
+        finally:
+            self._calling = False
+            if self._closed:
+                self.close()
         return outcome
 
     def open(self, make: Callable[[], Sender]) -> Sender:
@@ -186,59 +200,139 @@ class Ranks:
         outcome = self.together("WeightUpdater", self._timeout, lead, lambda: Version(0, 0))
         return sender[0] if sender else Follower(outcome.endpoint, outcome.run)
 
-    def gather(self, payload: Payload, leaf: int, tensor: Tensor) -> Tensor:
-        """All of a tensor, on the first rank: the others come along. Any other tensor as it is."""
-        if not is_dtensor(tensor) or not _is_spread(tensor):
-            return gathered(tensor)
-        name = payload.layout.entries[leaf].name
-        number = self._say(_Go(leaf, name), f"gather {name!r}", name)
-        self._store.set(f"{number}/go", b"\1")
-        return self._gatherer.gather(name, tensor, self._deadline)
+    def pieces(self, state: State, wants: Sequence[Want]) -> Iterator[Piece]:
+        """On the first rank: what is wanted of a state, in that order. The next bucket is gathered while what came of
+        the one before is used; whoever asks for the next piece has done with the last one."""
+        plan = list(self._shards.plan(state, wants))
+        buckets = iter([unit for unit in plan if isinstance(unit, list)])
+        ahead = self._begin(buckets, state)
+        try:
+            for unit in plan:
+                if not isinstance(unit, list):
+                    yield whole_piece(unit, state.tensors[unit.leaf])
+                    continue
+                assert ahead is not None
+                job, ahead = ahead, None
+                found = self._come(job, unit[0].name)
+                ahead = self._begin(buckets, state)
+                while found:
+                    yield found.pop(0)
+        finally:
+            if ahead is not None:
+                self._gatherer.settle(ahead, self._deadline.remaining + 2 * GRACE)
+
+    def close(self) -> None:
+        """On the first rank: the others need not wait for it any more. Within a call, when that has ended."""
+        self._closed = True
+        if self.first and not self._calling:
+            word = _ENCODE(_Over())
+            number = str(self._word + 1)
+            try:
+                self._desk.ask(lambda store: store.set(number, word), Deadline.after(GRACE))
+            except WeightwireError:
+                logger.debug("the ranks could not be told that the updater is closed", exc_info=True)
 
     # -- the first rank ----------------------------------------------------------------------------------------------
+
+    def _begin(self, buckets: Iterator[list[Cut]], state: State) -> Job | None:
+        cuts = next(buckets, None)
+        if cuts is None:
+            return None
+
+        def gather(job: Job) -> list[Piece]:
+            number = self._say(_Go(cuts), f"gather {cuts[0].name!r}", cuts[0].name)
+            return self._shards.collect(cuts, state.tensors, number, job)
+
+        return self._gatherer.submit(gather, state.tensors[cuts[0].leaf])
+
+    def _come(self, job: Job, name: str) -> list[Piece]:
+        """What a job has gathered, or an error that says who did not deliver."""
+        try:
+            found = job.wait(self._deadline.remaining + 2 * GRACE * (job.missing is None))
+        except queue.Empty:
+            self._gatherer.abandon()
+            missing = "a rank of the trainer" if job.missing is None else f"rank {job.missing} of the trainer"
+            raise WaitTimeout(
+                f"{missing} did not deliver its part of tensor {name!r} within {self._seconds:.3g} s: it is stuck or "
+                "gone; if the next push ends so, too, start the trainer again",
+                phase="extract",
+                tensor=name,
+            ) from None
+        if isinstance(found, WeightwireError):
+            raise found
+        if isinstance(found, BaseException):
+            missing = "" if job.missing is None else f" from rank {job.missing} of the trainer"
+            raise PushError(
+                f"tensor {name!r} could not be gathered{missing}: {type(found).__name__}: {found}",
+                phase="extract",
+                tensor=name,
+            ) from found
+        pieces: list[Piece] = found
+        return pieces
 
     def _say(self, word: _Word, to: str, tensor: str = "") -> int:
         """Say a word, and wait until everybody has answered. Raises what somebody has against it."""
         self._word += 1
         number = self._word
-        self._store.set(str(number), _ENCODE(word))
-        self._unread.append(number)
-        answers = [f"{number}/{rank}" for rank in self._others]
+        data = _ENCODE(word)
+        self._desk.post(lambda store: store.set(str(number), data))
         try:
-            self._wait(answers, self._deadline)
-            said = [(rank, self._store.get(key)) for rank, key in zip(self._others, answers)]
-            against = [f"rank {rank}: {text.decode(errors='replace')}" for rank, text in said if text]
-            if against:
-                raise PreflightError("; ".join(against))
-        except BaseException as exc:
-            self._store.set(f"{number}/go", b"\0")
-            if not isinstance(exc, _Silence):
-                raise
-            silent = ", ".join(str(rank) for rank, key in zip(self._others, answers) if not self._there(key))
-            raise WaitTimeout(
-                f"rank {silent} of the trainer did not {to} within {self._seconds:.3g} s: it is slow, gone, or "
-                "does not call the updater as the first rank does",
-                phase="extract",
-                tensor=tensor or None,
-            ) from None
-        self._forget()
+            given = self._desk.read(f"{number}/all", self._deadline)
+        except Silence:
+            given = self._give_up(number, to, tensor)
+        if given != GO:
+            raise PreflightError("; ".join(self._objections(number)))
+        self._forget(number)
         return number
+
+    def _give_up(self, number: int, to: str, tensor: str) -> bytes:
+        """At the deadline: what was said all the same, just in time, or an error that names who did not answer."""
+        patience = Deadline.after(GRACE)
+        count = self._desk.ask(lambda store: store.add(f"{number}/count", STOP), patience)
+        if count % AGAINST == len(self._others):
+            with suppress(Silence):  # who was to say it has died just then
+                return self._desk.read(f"{number}/all", patience)
+        self._desk.post(lambda store: store.set(f"{number}/all", STAY))
+
+        def came(store: Any) -> list[int]:
+            keys = {rank: f"at/{rank}" for rank in self._others}
+            return [r for r, key in keys.items() if store.check([key]) and int(store.get(key)) >= number]
+
+        there = self._desk.ask(came, Deadline.after(GRACE))
+        silent = ", ".join(str(rank) for rank in self._others if rank not in there) or "?"
+        raise WaitTimeout(
+            f"rank {silent} of the trainer did not {to} within {self._seconds:.3g} s: it is slow, gone, or does not "
+            "call the updater as the first rank does",
+            phase="extract",
+            tensor=tensor or None,
+        ) from None
+
+    def _objections(self, number: int) -> list[str]:
+        def against(store: Any) -> list[str]:
+            keys = {rank: f"{number}/against/{rank}" for rank in self._others}
+            texts = {rank: store.get(key).decode(errors="replace") for rank, key in keys.items() if store.check([key])}
+            return [f"rank {rank}: {text}" for rank, text in texts.items()]
+
+        found: list[str] = self._desk.ask(against, Deadline.after(GRACE))
+        return found
 
     def _tell(self, outcome: Outcome) -> None:
         """Say what came of a call. Nobody is waited for: whoever is late will read it."""
         self._word += 1
-        with suppress(Exception):  # the store is gone, and with it whoever reads it
-            self._store.set(str(self._word), _ENCODE(outcome))
-            self._unread.append(self._word)
+        key, word = str(self._word), _ENCODE(outcome)
+        self._desk.post(lambda store: store.set(key, word))
 
-    def _forget(self) -> None:
-        """Delete words that everybody has answered to."""
-        for number in list(self._unread):
-            keys = [f"{number}/{rank}" for rank in self._others]
-            if number != self._word and self._there(*keys):
-                for key in (str(number), f"{number}/go", *keys):
-                    self._store.delete_key(key)
-                self._unread.remove(number)
+    def _forget(self, number: int) -> None:
+        """Delete the words before one to which all have answered: nobody reads those any more."""
+        done = range(self._forgotten + 1, number)
+        self._forgotten = number - 1
+
+        def delete(store: Any) -> None:
+            for old in done:
+                for key in (str(old), f"{old}/count", f"{old}/all"):
+                    store.delete_key(key)
+
+        self._desk.post(delete)
 
     # -- the others --------------------------------------------------------------------------------------------------
 
@@ -261,135 +355,73 @@ class Ranks:
                         found = state()
                     except Exception as exc:  # whatever it is, the first rank must not wait for us
                         against = str(exc) if isinstance(exc, WeightwireError) else f"{type(exc).__name__}: {exc}"
+                self._answer(against)
             elif isinstance(word, _Go):
                 if not mine or found is None:
                     against = "has not come to this call"
-                elif [entry.name for entry in found.layout.entries[word.leaf :][:1]] != [word.name]:
-                    against = f"has no tensor {word.name!r} at place {word.leaf}"
-            self._answer(against)
-            if isinstance(word, Outcome) and mine:
+                else:
+                    against = self._shards.against(word.cuts, found)
+                if self._answer(against) and found is not None:
+                    self._deliver(word.cuts, found)
+            elif isinstance(word, Outcome) and mine:
                 self._call = call
                 return word
-            if isinstance(word, _Go) and not against and found is not None and self._given():
-                self._gatherer.gather(word.name, found.tensors[word.leaf], self._deadline)
 
     def _hear(self, kind: str) -> _Word:
-        key = str(self._word + 1)
         patience = self._deadline.remaining + SLACK
         try:
-            self._wait([key], Deadline.after(patience))
-        except _Silence:
-            raise WaitTimeout(
-                f"rank {self._leader} of the trainer, which leads, was silent in {kind}() for {patience:.3g} s",
-                phase="extract",
-            ) from None
-        word = _DECODER.decode(self._store.get(key))
+            data = self._desk.read(str(self._word + 1), Deadline.after(patience))
+        except Silence:
+            raise self._silent(f"in {kind}() for {patience:.3g} s") from None
+        word: _Word = _DECODER.decode(data)
+        if isinstance(word, _Over):  # and stays the next word, for the next call
+            raise ClosedError(f"rank {self._leader} of the trainer, which leads, has closed its updater")
         self._word += 1
         return word
 
-    def _answer(self, against: str) -> None:
-        with suppress(Exception):  # the first rank is gone: the next word will not come
-            self._store.set(f"{self._word}/{self._rank}", against.encode())
+    def _answer(self, against: str) -> bool:
+        """Say that this rank has come to a word, and wait for the others; whether it is to be done."""
+        number, rank, count = self._word, self._rank, len(self._others)
 
-    def _given(self) -> bool:
-        """Whether all came to this word."""
-        key = f"{self._word}/go"
+        def answer(store: Any) -> bytes:
+            store.set(f"at/{rank}", str(number))
+            if against:
+                store.set(f"{number}/against/{rank}", against)
+            said = store.add(f"{number}/count", 1 + AGAINST * bool(against))
+            if said >= STOP:
+                return STAY
+            if said % AGAINST < count:
+                return b""
+            given = GO if said < AGAINST else STAY
+            store.set(f"{number}/all", given)
+            return given
+
+        given: bytes = self._desk.ask(answer, Deadline.after(self._deadline.remaining + SLACK))
+        if not given:
+            try:
+                given = self._desk.read(f"{number}/all", Deadline.after(self._deadline.remaining + SLACK))
+            except Silence:
+                raise self._silent("when a tensor was to be gathered") from None
+        return given == GO
+
+    def _deliver(self, cuts: list[Cut], state: State) -> None:
+        """Send what this rank has. Where that fails, it fails for the first rank, too, which says what comes of it."""
+        number, tensors = self._word, state.tensors
+        job = self._gatherer.submit(lambda _: self._shards.deliver(cuts, tensors, number), tensors[cuts[0].leaf])
         try:
-            self._wait([key], Deadline.after(self._deadline.remaining + SLACK))
-        except _Silence:
-            raise WaitTimeout(
-                f"rank {self._leader} of the trainer, which leads, was silent when a tensor was to be gathered",
-                phase="extract",
-            ) from None
-        return bool(self._store.get(key) == b"\1")
-
-    # -- the store ---------------------------------------------------------------------------------------------------
-
-    def _wait(self, keys: list[str], deadline: Deadline) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=max(deadline.remaining, 0.001)))
-        except RuntimeError as exc:  # DistStoreError; of a lost connection, too
-            raise _Silence from exc
-
-    def _there(self, *keys: str) -> bool:
-        try:
-            return bool(self._store.check(list(keys)))
-        except RuntimeError:
-            return False
-
-
-class _Silence(Exception):
-    """Nobody has said what was waited for."""
-
-
-def _is_spread(tensor: Any) -> bool:
-    return bool(tensor.device_mesh.size() > 1) and not all(p.is_replicate() for p in tensor.placements)
-
-
-class _Job(NamedTuple):
-    tensor: Any
-    stream: Any  # of the thread that asks, where the tensor is on a GPU
-    done: SimpleQueue[Any]
-
-
-class _Gatherer:
-    """Gathers in a thread of its own: a collective of which a rank has died may never end."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def gather(self, name: str, tensor: Any, deadline: Deadline) -> Tensor:
-        import queue
-
-        seconds = deadline.remaining
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="weightwire-gather", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False
-        job = _Job(tensor, _stream_of(tensor), SimpleQueue())
-        self._jobs.put(job)
-        try:
-            found = job.done.get(timeout=max(seconds, 0.001))
+            found = job.wait(self._deadline.remaining)
         except queue.Empty:
-            self._jobs.put(None)
-            self._thread, self._jobs = None, SimpleQueue()  # that one may never come back
-            raise WaitTimeout(
-                f"tensor {name!r} was not gathered within {seconds:.3g} s: a rank of the trainer is stuck or "
-                "gone, and its process group out of step; start the trainer again",
-                phase="extract",
-                tensor=name,
-            ) from None
+            self._gatherer.abandon()
+            found = None
         if isinstance(found, BaseException):
-            raise PushError(
-                f"tensor {name!r} could not be gathered: {type(found).__name__}: {found}", phase="extract", tensor=name
-            ) from found
-        whole: Tensor = found
-        return whole
+            logger.debug("rank %d could not deliver its parts of %r: %s", self._rank, cuts[0].name, found)
+
+    def _silent(self, when: str) -> WaitTimeout:
+        return WaitTimeout(f"rank {self._leader} of the trainer, which leads, was silent {when}", phase="extract")
 
 
-def _serve(jobs: SimpleQueue[_Job | None]) -> None:
-    import torch
-
-    while (job := jobs.get()) is not None:
-        try:
-            with nullcontext() if job.stream is None else torch.cuda.stream(job.stream):
-                whole = gathered(job.tensor)
-            if job.stream is not None:
-                job.stream.synchronize()
-        except BaseException as exc:
-            job.done.put(exc)
-        else:
-            job.done.put(whole)
-            del whole
-        del job
-
-
-def _stream_of(tensor: Any) -> Any:
-    """The stream on which a tensor may still be written, and on which what is gathered is read."""
-    import torch
-
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+GO, STAY = b"\1", b"\0"
+"""What is said when all have answered: to do it, or not to."""
 
 
 class Follower(Sender):

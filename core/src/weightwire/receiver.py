@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, _GeneratorContextManager
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from weightwire import wire
-from weightwire.endpoint import Endpoint, options_for, parse
+from weightwire.calls import check_ran, check_runs
+from weightwire.endpoint import Endpoint, in_order, options_for, parse
 from weightwire.errors import (
     ApplyError,
     ClosedError,
@@ -33,7 +34,7 @@ from weightwire.forks import Origin
 from weightwire.observers import Observers
 from weightwire.registry import open_backend, require
 from weightwire.report import Receipt
-from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version, bounded
+from weightwire.transport import Applied, Deadline, Have, Joined, ReceiverContext, Refused, Version, bounded, whole
 from weightwire.weights.commit import commit
 from weightwire.weights.digest import digest_of
 from weightwire.weights.stream import StreamPlan, pour
@@ -57,7 +58,6 @@ SILENCE = 5.0
 
 _counter = itertools.count()
 T = TypeVar("T")
-_UNGUARDED = nullcontext()
 _TENSORS, _NBYTES = attrgetter("tensors"), attrgetter("nbytes")
 
 
@@ -67,7 +67,7 @@ class _State(NamedTuple):
     have: Have = Have()
     ready: bool = False
     metadata: bytes = b"{}"
-    owed: Applied | None = None  # a report that the trainer has not had yet
+    event: Applied | None = None  # of which the trainer is told
 
     @property
     def stamp(self) -> Version | None:
@@ -80,7 +80,8 @@ class WeightReceiver:
     Args:
         endpoint: as the updater has it (``updater.endpoint``).
         weights: what to update: a Module, TensorDict, mapping of tensors or arrays, a callable that is handed all named
-            tensors at once, or ``None``: :attr:`weights` is then a mapping that the receiver owns.
+            tensors at once, to keep and to write to, or ``None``: :attr:`weights` is then a mapping that the receiver
+            owns.
         worker: the worker's name; two live ones of one name are refused. Default: host, pid and a counter.
         apply: ``"copy"`` in place (storage and strides stay: right for compiled policies and CUDA graphs) or
             ``"alias"``: the policy's tensors point at the delivered memory, without a copy, where the backend claims
@@ -122,7 +123,7 @@ class WeightReceiver:
     ) -> None:
         if apply not in ("copy", "alias"):
             raise ValueError(f"apply is {apply!r}; it is 'copy' or 'alias'")
-        parsed = parse(endpoint)
+        parsed = parse(in_order(endpoint, weights))
         backend = open_backend(parsed)
         for asked, capability in ((apply == "alias", "alias"), (inline, "inline"), (stream, "stream")):
             if asked:
@@ -134,6 +135,10 @@ class WeightReceiver:
             )
         if group is not None and not stream:
             raise ValueError("group says what is applied together of a version that comes in pieces: add stream=True")
+        if group is not None:
+            check_runs(group, "group")
+        if guard is not None:
+            _check_guard(guard)
         if inline and guard is not None:
             raise ValueError("inline=True applies within the trainer's push, which waits for no guard")
         self.endpoint = str(parsed)
@@ -143,9 +148,12 @@ class WeightReceiver:
         self._incarnation = time.time_ns()
         self._target = make_target(weights, select=select, rename=rename, cast=cast, apply=apply)
         self._observers = Observers(observers)
+        self._observed = bool(self._observers)
         self._hooks: list[Callable[[int], object]] = []
-        self._guard: AbstractContextManager[Any] = _UNGUARDED if guard is None else guard
+        self._guarded = guard is not None
+        self._guard: AbstractContextManager[Any] = threading.RLock() if guard is None else guard  # a nullcontext in C
         self._state = _State()
+        self._told: Applied | None = None  # the last event that the trainer was told of
         self._views: weakref.WeakKeyDictionary[Any, tuple[Layout, list[Tensor]]] = weakref.WeakKeyDictionary()
         self._inline = inline
         self._stream = stream
@@ -172,6 +180,7 @@ class WeightReceiver:
             apply="alias" if lasting and not self._private else "copy",
             stream=stream,
             trained=_trained(weights),
+            steady=apply == "alias" and weights is not None and not self._target.keeps_views,
             device=_device(weights),
             deliver=_weakly(self._deliver, None) if inline else None,
             deadline=Deadline.after(self.timeout),
@@ -226,6 +235,7 @@ class WeightReceiver:
         """Have ``hook(version)`` called in this thread after each commit, once a version. Works as a decorator."""
         if not callable(hook):
             raise TypeError(f"on_applied takes a function of the version's number, not {hook!r}")
+        check_runs(hook, "the hook")
         self._hooks.append(hook)
         return hook
 
@@ -256,8 +266,8 @@ class WeightReceiver:
         try:
             self._idle = 0
             state = self._state
-            if state.owed is not None:
-                self._pay(state.owed)
+            if state.event is not self._told and state.event is not None:
+                self._pay(state.event)
             if timeout is None and not (state.ready or self._inline):
                 return self._wait_for_news(self.timeout, closed_is_news=True)
             if timeout:
@@ -272,7 +282,7 @@ class WeightReceiver:
     def wait(self, version: int = 1, timeout: float | None = None) -> int:
         """Pull until at least version number ``version`` is applied; the number that is. Raises as a waiting pull
         does."""
-        seconds = bounded(timeout, self.timeout)
+        version, seconds = whole(version, "version"), bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
         while self.version < version or not self.ready:
             self.pull(max(deadline.remaining, 1e-9))
@@ -330,7 +340,8 @@ class WeightReceiver:
         try:
             if self._stream:
                 return self._pour(first)
-            self._complete(chain)
+            if not first.alone:
+                self._complete(chain)
             return self._apply(chain) if chain else None
         finally:
             for delivery in chain:
@@ -340,7 +351,7 @@ class WeightReceiver:
         """A full version may be only the base of a subset that is newer: look once more, and keep what belongs
         together."""
         have = self._state.have
-        while chain[-1].header.base is None:
+        while chain[-1].header.base is None and not chain[-1].alone:
             stamp = chain[-1].header.stamp
             more = self._receiver.poll(Have(max(stamp, have.stamp or stamp), stamp, have.acting), None)
             if more is None:
@@ -354,16 +365,24 @@ class WeightReceiver:
 
     def _apply(self, chain: list[Delivery]) -> int:
         prepared: list[Prepared] = []
+        hidden: BaseException | None = None  # by the guard's __exit__
         try:
             event = self._verify_all(chain, prepared)
             begun = time.perf_counter()
             with self._guard:
-                if self._guard is not _UNGUARDED:
-                    event.seconds["wait"] = time.perf_counter() - begun
-                self._commit(event, chain[-1].header, prepared)
-                failed = self._call_hooks(event)
+                try:
+                    if self._guarded:
+                        event.seconds["wait"] = time.perf_counter() - begun
+                    self._commit(event, chain[-1].header, prepared)
+                    failed = self._call_hooks(event) if self._hooks else []
+                except BaseException as exc:
+                    hidden = exc
+                    raise
+            if hidden is not None:
+                raise hidden
             self._after(event, failed)
         finally:  # last: to give large old tensors back takes a while, for which the trainer need not wait
+            hidden = None  # which holds this frame
             for done in prepared:
                 done.done()
         return event.stamp.number
@@ -384,24 +403,31 @@ class WeightReceiver:
         except Exception as exc:
             raise self._refuse(header.stamp, "verify", exc, ruined=False) from exc
         verified, touched = time.perf_counter(), False
+        hidden: BaseException | None = None  # by the guard's __exit__
         try:
             with self._guard:
-                touched = True
-                self._state = _State(Have(old.have.stamp, None, None), metadata=old.metadata)
-                poured = pour(header, itertools.chain(first, buckets), self._target, self._plan)
-                event = Applied(
-                    worker=self.worker,
-                    incarnation=self._incarnation,
-                    stamp=header.stamp,
-                    digest=header.digest.hex(),
-                    tensors=poured.tensors,
-                    nbytes=poured.nbytes,
-                    seconds={"verify": verified - begun, "commit": time.perf_counter() - verified},
-                )
-                self._seal.open()
-                applied = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
-                self._state, touched = applied, False  # whole: what a hook is interrupted by is no mixture
-                failed = self._call_hooks(event)
+                try:
+                    touched = True
+                    self._state = old._replace(have=Have(old.have.stamp, None, None), ready=False)
+                    poured = pour(header, itertools.chain(first, buckets), self._target, self._plan)
+                    event = Applied(
+                        worker=self.worker,
+                        incarnation=self._incarnation,
+                        stamp=header.stamp,
+                        digest=header.digest.hex(),
+                        tensors=poured.tensors,
+                        nbytes=poured.nbytes,
+                        seconds={"verify": verified - begun, "commit": time.perf_counter() - verified},
+                    )
+                    self._seal.open()
+                    applied = _State(Have(header.stamp, base, header.stamp), True, header.metadata, event)
+                    self._state, touched = applied, False  # whole: what a hook is interrupted by is no mixture
+                    failed = self._call_hooks(event) if self._hooks else []
+                except BaseException as exc:
+                    hidden = exc
+                    raise
+            if hidden is not None:
+                raise hidden
         except BaseException as exc:
             if touched:
                 self._spoil(header, exc)
@@ -410,8 +436,11 @@ class WeightReceiver:
             if touched and isinstance(exc, Exception):
                 known = isinstance(exc, WeightwireError)
                 error = ApplyError(str(exc), tensor=getattr(exc, "tensor", None)) if known else exc
-                raise self._refuse(header.stamp, "commit", error, ruined=True) from exc
+                told = self._refuse(header.stamp, "commit", error, ruined=True)
+                raise (DigestError(str(told)) if isinstance(exc, DigestError) else told) from exc
             raise
+        finally:
+            hidden = None  # which holds this frame
         self._after(event, failed)
         return event.stamp.number
 
@@ -429,13 +458,15 @@ class WeightReceiver:
         try:
             base = self._state.have.base
             for delivery in chain:
-                base = self._verify(delivery, base)
+                base = self._check_header(delivery.header, base)
+                if delivery.header.digest:
+                    _check_digest(delivery)
                 prepared.append(self._prepare(delivery))
             return Applied(
                 worker=self.worker,
                 incarnation=self._incarnation,
                 stamp=header.stamp,
-                digest=header.digest.hex(),
+                digest=header.digest.hex() if header.digest else "",
                 tensors=sum(map(_TENSORS, prepared)),
                 nbytes=sum(map(_NBYTES, prepared)),
                 seconds={"verify": time.perf_counter() - begun},
@@ -459,20 +490,8 @@ class WeightReceiver:
                 self._refuse(header.stamp, "commit", RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
             raise
 
-    def _verify(self, delivery: Delivery, base: Version | None) -> Version:
-        """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
-        header = delivery.header
-        base = self._check_header(header, base)
-        if header.digest:
-            found = digest_of(delivery.tensors())
-            if found != header.digest:
-                raise DigestError(
-                    f"the bytes of version {header.stamp.number} have digest {found.hex()}, but the trainer sent "
-                    f"{header.digest.hex()}"
-                )
-        return base
-
     def _check_header(self, header: Header, base: Version | None) -> Version:
+        """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
         if header.encoding != "plain":
             raise WireError(
                 f"version {header.stamp.number} is encoded as {header.encoding!r}; this worker knows only 'plain'"
@@ -495,28 +514,30 @@ class WeightReceiver:
             if known is None or known[0] is not layout:
                 known = self._views[memory] = (layout, delivery.views())
             views = known[1]
-        return self._target.prepare(delivery.header, views, writable=delivery.writable)
+        writable = delivery.writable or self._private
+        return self._target.prepare(delivery.header, views, writable=writable, on_host=delivery.on_host)
 
     def _call_hooks(self, event: Applied) -> list[tuple[str, Exception]]:
         """Those that failed, and how."""
         failed: list[tuple[str, Exception]] = []
-        if self._hooks:
-            begun = time.perf_counter()
-            for hook in self._hooks:
-                try:
-                    hook(event.stamp.number)
-                except Exception as exc:
-                    failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
-            event.seconds["after-hooks"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        for hook in self._hooks:
+            try:
+                check_ran(hook(event.stamp.number), "it")
+            except Exception as exc:
+                failed.append((getattr(hook, "__qualname__", repr(hook)), exc))
+        event.seconds["after-hooks"] = time.perf_counter() - begun
         return failed
 
     def _after(self, event: Applied, failed: list[tuple[str, Exception]]) -> None:
         """Report, observers: the version is applied, whatever happens here."""
-        error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
-        if error:
+        error = ""
+        if failed:
+            error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
             event = msgspec.structs.replace(event, error=error)
         self._pay(event)
-        self._observe(event.stamp, "applied", event, error, "after-hooks" if error else "")
+        if self._observed:
+            self._observe(event.stamp, "applied", event, error, "after-hooks" if error else "")
         if failed:
             raise ApplyError(
                 f"worker {self.worker!r} acts with version {event.stamp.number}, but {error}",
@@ -527,8 +548,7 @@ class WeightReceiver:
 
     def _pay(self, event: Applied) -> None:
         self._receiver.report(event)
-        state = self._state
-        self._state = _State(state.have, state.ready, state.metadata)
+        self._told = self._state.event
 
     def _refuse(self, stamp: Version, phase: str, exc: Exception, *, ruined: bool) -> WeightwireError:
         """Remember and report that a version was not taken; the error that ``pull`` raises of it."""
@@ -548,7 +568,8 @@ class WeightReceiver:
             tensor=tensor,
         )
         self._receiver.report(event)
-        self._observe(stamp, "refused" if told else "failed", None, text, phase, tensor)
+        if self._observed:
+            self._observe(stamp, "refused" if told else "failed", None, text, phase, tensor)
         if told:
             return exc  # type: ignore[return-value]
         where = f", tensor {tensor!r}" if tensor else ""
@@ -564,14 +585,13 @@ class WeightReceiver:
     def _observe(
         self, stamp: Version, state: str, done: Applied | None, error: str, phase: str, tensor: str = ""
     ) -> None:
-        if self._observers:
-            facts: dict[str, Any] = {}
-            if done is not None:
-                facts = {"tensors": done.tensors, "nbytes": done.nbytes, "seconds": done.seconds, "digest": done.digest}
-            receipt = Receipt(
-                worker=self.worker, version=stamp.number, state=state, error=error, phase=phase, tensor=tensor, **facts
-            )
-            self._observers.after_pull(endpoint=self.endpoint, receipt=receipt)
+        facts: dict[str, Any] = {}
+        if done is not None:
+            facts = {"tensors": done.tensors, "nbytes": done.nbytes, "seconds": done.seconds, "digest": done.digest}
+        receipt = Receipt(
+            worker=self.worker, version=stamp.number, state=state, error=error, phase=phase, tensor=tensor, **facts
+        )
+        self._observers.after_pull(endpoint=self.endpoint, receipt=receipt)
 
     def _have(self) -> Have:
         return self._state.have
@@ -594,8 +614,8 @@ class WeightReceiver:
         deadline = Deadline.after(bounded(timeout, min(self.timeout, 10.0)))
         self._closed = True
         self._views.clear()
-        if self._state.owed is not None:
-            self._pay(self._state.owed)
+        if self._state.event is not self._told and self._state.event is not None:
+            self._pay(self._state.event)
         self._receiver.close(deadline)
         self._over = True
         self._finalizer.detach()
@@ -605,6 +625,9 @@ class WeightReceiver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> str:
+        raise self._origin.refuse_copy()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "not connected"
@@ -621,7 +644,7 @@ class WeightReceiver:
         if self._thread not in (None, me):
             raise RuntimeError(
                 f"{self._origin.what} belongs to thread {self._thread}, which pulled first; this is thread "
-                f"{me}. Make a receiver for each thread, or share one through weightwire.collectors."
+                f"{me}. Make a receiver for each thread, or share one: weightwire.collectors.gate.GatedReceiver."
             )
         self._thread = self._idle = me
 
@@ -648,6 +671,15 @@ class _Seal:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
+
+
+def _check_digest(delivery: Delivery) -> None:
+    header, found = delivery.header, digest_of(delivery.tensors())
+    if found != header.digest:
+        raise DigestError(
+            f"the bytes of version {header.stamp.number} have digest {found.hex()}, but the trainer sent "
+            f"{header.digest.hex()}"
+        )
 
 
 def _weakly(method: Any, gone: T) -> Callable[..., T]:
@@ -684,6 +716,15 @@ def _device(weights: Any) -> str:
         values = weights.values() if isinstance(weights, Mapping) else ()
         first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     return "cpu" if first is None else str(first.device)
+
+
+def _check_guard(guard: Any) -> None:
+    if isinstance(guard, _GeneratorContextManager):
+        raise TypeError(
+            f"guard={guard!r} can be entered once only; it is a context manager for each version, such as a lock"
+        )
+    if not (hasattr(type(guard), "__enter__") and hasattr(type(guard), "__exit__")):
+        raise TypeError(f"guard={guard!r} is no context manager: an instance with __enter__ and __exit__ is wanted")
 
 
 def _checked_name(worker: str | None) -> str | None:

@@ -53,6 +53,7 @@ __all__ = [
     "load",
     "open_backend",
     "register",
+    "remedy",
     "require",
 ]
 
@@ -239,10 +240,15 @@ def _unknown(kind: str, name: str, records: list[BackendRecord]) -> str:
     if close:
         message += f" Did you mean {' or '.join(map(repr, close))}?"
     if missing:
-        message += " To install it: " + " or ".join(f"pip install weightwire-{n}" for n in missing) + "."
+        message += " To install it: " + " or ".join(map(remedy, missing)) + "."
     elif not close:
         message += " Install the distribution that offers it, or name a module directly: 'import:package.module'."
     return message + _silent_distribution(name)
+
+
+def remedy(name: str) -> str:
+    """How to install a backend of ours."""
+    return f"pip install weightwire-{name} (in a checkout: pip install ./plugins/{name})"
 
 
 def _silent_distribution(name: str) -> str:

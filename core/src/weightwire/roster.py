@@ -86,7 +86,7 @@ class Roster:
         self.failures: list[Failure] = []
         self.epochs: set[int] = set()  # those of this updater: what a worker has of others' does not count
         self._refused_here: dict[str, set[Version]] = {}  # told already, by the trainer's own preflight
-        self._gone: dict[str, str] = {}  # why; empty after a goodbye
+        self._gone: dict[str, tuple[str, WorkerInfo]] = {}  # why, empty after a goodbye; and how it stood then
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -98,10 +98,13 @@ class Roster:
         worker = self.workers.get(event.worker)
         if worker is None or worker.incarnation != event.incarnation:
             return
+        if isinstance(event, Applied):
+            self._applied(worker, event)
+            return
         if isinstance(event, (Lost, Left)):
             del self.workers[event.worker]
             self._refused_here.pop(event.worker, None)
-            self._gone[event.worker] = event.reason or "lost" if isinstance(event, Lost) else ""
+            self._gone[event.worker] = (event.reason or "lost" if isinstance(event, Lost) else "", worker)
             while len(self._gone) > REMEMBERED:
                 del self._gone[next(iter(self._gone))]
             if isinstance(event, Lost):
@@ -116,10 +119,7 @@ class Roster:
             worker.notes = {**worker.notes, **event.notes}
             return
         worker.stuck = False
-        if isinstance(event, Applied):
-            self._applied(worker, event)
-        else:
-            self._refused(worker, event)
+        self._refused(worker, event)
 
     def _join(self, event: Joined) -> None:
         self._refused_here.pop(event.worker, None)
@@ -137,6 +137,7 @@ class Roster:
         )
 
     def _applied(self, worker: WorkerInfo, event: Applied) -> None:
+        worker.stuck = False
         worker.staged = max(worker.staged or event.stamp, event.stamp)
         if worker.stamp is None or event.stamp >= worker.stamp or worker.stamp.epoch not in self.epochs:
             worker.stamp, worker.applied, worker.error = event.stamp, event, event.error
@@ -181,12 +182,23 @@ class Roster:
 
     def pending(self, names: Iterable[str], stamp: Version, state: str) -> list[str]:
         """Who of ``names`` is still to be waited for, until it has ``stamp`` (or a newer one) in ``state``."""
-        return [name for name in names if self._state(name, stamp) in _BEFORE[state]]
+        before = _BEFORE[state]
+        return [name for name in names if self._state(name, stamp) in before]
+
+    def took(self, names: Iterable[str], stamp: Version) -> list[str]:
+        """Who of ``names`` has applied ``stamp`` (or a newer one) and has left since."""
+        return [name for name in names if name not in self.workers and self._state(name, stamp) == "applied"]
 
     def _state(self, name: str, stamp: Version) -> str:
         worker = self.workers.get(name)
         if worker is None:
-            return "lost"
+            why, gone = self._gone.get(name, ("", None))
+            # What it said of the version before its goodbye stands.
+            state = "left" if gone is None else self._standing(gone, stamp)
+            return "lost" if why else state if state in _SAID else "left"
+        return self._standing(worker, stamp)
+
+    def _standing(self, worker: WorkerInfo, stamp: Version) -> str:
         if worker.stamp is not None and worker.stamp >= stamp and worker.stamp.epoch in self.epochs:
             return "applied"
         if worker.refused is not None and worker.refused.stamp >= stamp:
@@ -198,15 +210,17 @@ class Roster:
 
     def stuck(self, names: Iterable[str], stamp: Version) -> list[str]:
         """Who of ``names`` does not have ``stamp`` and is not waited for."""
-        return [name for name in names if self._state(name, stamp) == "stuck"]
+        workers = self.workers
+        stuck = [name for name in names if name in workers and workers[name].stuck]
+        return [name for name in stuck if self._state(name, stamp) == "stuck"]
 
     def receipt(self, name: str, stamp: Version) -> Receipt:
         """What is known of one worker and one version."""
         state = self._state(name, stamp)
-        worker = self.workers.get(name)
-        if worker is None:
-            error = self._gone.get(name, "")
-            return Receipt(worker=name, version=stamp.number, state="lost" if error else "left", error=error)
+        why, gone = self._gone.get(name, ("", None))
+        worker = self.workers.get(name, gone)
+        if worker is None or state in ("lost", "left"):
+            return Receipt(worker=name, version=stamp.number, state=state, error=why)
         if state == "applied" and worker.applied is not None:
             done = worker.applied
             return Receipt(
@@ -251,4 +265,5 @@ class Roster:
         return sorted(failures, key=lambda failure: SERIOUSNESS.index(failure.kind))
 
 
+_SAID = ("applied", "refused", "failed")
 _BEFORE = {"staged": ("sent",), "applied": ("sent", "staged")}

@@ -65,13 +65,16 @@ def opened(path: Path) -> Iterator[int]:
 
     Raises ``OSError`` where there is none, and :class:`~weightwire.WeightwireError` where it is not ours alone.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fds: list[int] = []
     try:
-        if fault := _judge(os.fstat(fd)):
+        fds.extend(map(os.open, (path,), (flags,)))  # one call: Ctrl-C comes up after it, when the descriptor is held
+        if fault := _judge(os.fstat(fds[0])):
             raise WeightwireError(f"{path} {fault}")
-        yield fd
+        yield fds[0]
     finally:
-        os.close(fd)
+        for fd in fds:
+            os.close(fd)
 
 
 def path_in(directory: int, name: str) -> str:

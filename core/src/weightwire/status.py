@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from weightwire.report import PushReport
     from weightwire.updater import WeightUpdater
 
-__all__ = ["FORMAT", "Pulse", "announce", "ask", "supported", "withdraw"]
+__all__ = ["FORMAT", "Pulse", "announce", "ask", "strangers", "supported", "withdraw"]
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,8 @@ def announce(updater: WeightUpdater) -> None:
         return
     with _board.lock:
         try:
-            _board.service = _board.service or _Service()
+            if _board.service is None or _board.service.over.is_set():
+                _board.service = _Service()
         except (OSError, RuntimeError) as exc:  # out of descriptors, out of threads
             logger.debug("no status is served: %s", exc)
         else:
@@ -147,15 +148,19 @@ def withdraw(updater: WeightUpdater | None = None) -> None:
     with _board.lock:
         if updater is not None:
             _board.updaters.discard(updater)
-        if _board.updaters or _board.service is None:
+        service = _board.service
+        if _board.updaters or service is None:
             return
-        service, _board.service = _board.service, None
+        service.over.set()
     service.stop()
+    with _board.lock:  # not before: a close() that was interrupted is called again, and has to find it
+        if _board.service is service:
+            _board.service = None
 
 
 class _Service:
     def __init__(self) -> None:
-        self._over = threading.Event()
+        self.over = threading.Event()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # The random part keeps others from taking the name before us.
@@ -168,7 +173,8 @@ class _Service:
             raise
 
     def stop(self) -> None:
-        self._over.set()
+        """Idempotent."""
+        self.over.set()
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which closing does not
         if threading.current_thread() is not self._thread:
@@ -176,18 +182,18 @@ class _Service:
         self.listener.close()
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self.over.is_set():
             try:
                 connection, _ = self.listener.accept()
             except OSError:  # stopped; or out of descriptors, which may pass
-                self._over.wait(0.1)
+                self.over.wait(0.1)
                 continue
             with connection, contextlib.suppress(OSError):
                 if _peer(connection)[1] in (os.geteuid(), 0):
                     connection.settimeout(PATIENCE)
                     connection.sendall(_document())
                 else:
-                    self._over.wait(0.05)
+                    self.over.wait(0.05)
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
@@ -340,13 +346,23 @@ def _pid(document: dict[str, Any]) -> int:
 
 def _addresses() -> list[tuple[int, str]]:
     """Process number (as the name says) and address of every status socket of this user."""
-    pattern = re.compile(rf"@({_PREFIX}{os.geteuid()}-(\d+)-[0-9a-f]{{16}})")
+    return [(pid, address) for uid, pid, address in _sockets() if uid == os.geteuid()]
+
+
+def strangers() -> list[int]:
+    """Other users' ids that have updaters on this machine, of which they alone are told."""
+    return sorted({uid for uid, _, _ in _sockets() if uid != os.geteuid()})
+
+
+def _sockets() -> list[tuple[int, int, str]]:
+    """User, process (as the name says) and address of every status socket."""
+    pattern = re.compile(rf"@({_PREFIX}(\d+)-(\d+)-[0-9a-f]{{16}})")
     try:
         rows = [line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]]
     except OSError:
         return []
     matches = [pattern.fullmatch(row[7]) for row in rows if len(row) == 8 and int(row[3], 16) & _LISTENS]
-    return [(int(match[2]), f"\0{match[1]}") for match in matches if match]
+    return [(int(match[2]), int(match[3]), f"\0{match[1]}") for match in matches if match]
 
 
 def _answer(pid: int, connection: socket.socket | None, deadline: float) -> dict[str, Any]:

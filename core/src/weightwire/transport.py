@@ -25,6 +25,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Union
 
 import msgspec
@@ -141,6 +142,14 @@ def bounded(timeout: float | None, default: float = 60.0) -> float:
     if not isinstance(seconds, (int, float)) or not 0 <= seconds <= LONGEST:  # type: ignore[redundant-expr]
         raise ValueError(f"timeout is {timeout!r}; it is a number of seconds from 0 to {LONGEST:.0f}")
     return float(seconds)
+
+
+def whole(number: Any, what: str) -> int:
+    """A whole number that somebody gave as ``what``. ``TypeError`` for anything else."""
+    try:
+        return index(number)
+    except TypeError:
+        raise TypeError(f"{what} is {number!r}; it is a whole number") from None
 
 
 LONGEST = 1e7
@@ -299,6 +308,9 @@ class Delivery:
             the core can use its views again. ``None``: never.
         release: called once, from any thread, when the core needs the memory no more. Where the receiver was made with
             ``apply="alias"`` views may live on after it: the backend then waits for the last of them to die.
+
+    Attributes:
+        alone: a backend that knows that no subset lies on this version yet sets it, so that nobody asks for one.
     """
 
     def __init__(
@@ -314,11 +326,17 @@ class Delivery:
     ) -> None:
         self.header = header
         self.writable = writable
+        self.alone = False
         self.memory = memory
         self._blocks = blocks
         self._buffer = buffer
         self._array = array
         self._release = release
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is known that all of it is in the host's memory, so that nobody has to look."""
+        return self._array is not None or (self._buffer is not None and self._buffer.is_cpu)
 
     def tensors(self) -> Sequence[Tensor]:
         """The blocks: flat uint8 tensors, in the order of the layout, each with a storage of its own."""
@@ -378,7 +396,8 @@ class ReceiverContext:
     may live on. ``deliver`` is set where the receiver is inline: the backend calls it within ``stage`` with each
     delivery. ``joined`` is this worker's hello, ready for the wire; ``have()`` is asked anew at each (re)connection.
     ``trained`` says why the target is likely to be written to in place, where it is: a backend whose delivered memory
-    must not be written to refuses ``alias`` then.
+    must not be written to refuses ``alias`` then. ``steady``: the views of a delivery are used from one version to the
+    next by tensors of the target, which a backend may rely on when it decides whether to make new ones each time.
     """
 
     joined: Joined
@@ -387,6 +406,7 @@ class ReceiverContext:
     stream: bool = False
     deliver: Callable[[Delivery], None] | None = None
     trained: str = ""
+    steady: bool = False
     device: str = "cpu"  # on which the target's tensors are
     deadline: Deadline
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("weightwire"))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial as bind  # `partial` is a word of push()
 from itertools import chain
+from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from weightwire import status, wire
-from weightwire.endpoint import Endpoint, options_for, parse
+from weightwire.endpoint import Endpoint, in_order, options_for, parse
 from weightwire.errors import (
     ClosedError,
     PushError,
@@ -31,7 +34,7 @@ from weightwire.ranks import Follower, Outcome, Ranks
 from weightwire.registry import open_backend, require
 from weightwire.report import PushReport, Receipt, peak_memory
 from weightwire.roster import Failure, Roster, WorkerInfo
-from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version, bounded
+from weightwire.transport import NOW, Deadline, Joined, Left, Lost, SenderContext, Version, bounded, whole
 from weightwire.weights.names import decode_needs, preflight
 from weightwire.weights.payload import Payload
 from weightwire.weights.source import Source
@@ -48,6 +51,8 @@ __all__ = ["WeightUpdater"]
 
 logger = logging.getLogger(__name__)
 
+_STATES, _ON_LOST = ("staged", "applied"), ("raise", "drop")
+_WAITS = ("none", *_STATES)
 SLICE = 0.05
 """Seconds. Waits are cut into slices so that another thread may push, and Ctrl-C is heard, in between."""
 
@@ -95,12 +100,13 @@ class WeightUpdater:
             raise ValueError(f"digest is {digest!r}; it is one of 'auto', 'on', 'off'")
         if not isinstance(start_version, int) or not 0 <= start_version < 2**53:  # type: ignore[redundant-expr]
             raise ValueError(f"start_version is {start_version!r}; it is the number of the last version, 0 for none")
-        parsed = parse(endpoint)
+        parsed = parse(in_order(endpoint, weights))
         self.timeout = bounded(timeout)
         self._ranks = Ranks.of(weights, self.timeout)
         self._source = Source(weights, select=select, rename=rename, cast=cast, sharded=self._ranks is not None)
         self._backend = open_backend(parsed)
         self._observers = Observers(observers)
+        self._observed = bool(self._observers)
         context = SenderContext(
             epoch=int(time.time() * 1000), digest=digest, deadline=Deadline.after(self.timeout), logger=logger
         )
@@ -118,13 +124,17 @@ class WeightUpdater:
         self._roster = Roster()
         self._roster.epochs.add(self._sender.epoch)
         self._ground = Ground()
+        self._known = True  # who has the newest version: a stage that was interrupted leaves that open
         self._checked: dict[tuple[str, int], tuple[Layout, bool, str]] = {}
+        self._welcome: tuple[Layout | None, bool] = (None, False)  # what no worker that is there refuses
         self._turn = _Turn(self._origin.what)
         self._step = _Turn(self._origin.what)  # of a sharded trainer's ranks: their calls are in step one by one
         self._ear = threading.Lock()  # held by the thread that listens to the backend
         self._books = threading.RLock()  # guards roster and ground
         self._booked = threading.Condition(self._books)
+        self._hoping = 0  # threads that wait for something to be booked
         self._heard: list[Event] = []
+        self._sent: tuple[Version | None, list[str]] = (None, [])  # the newest version, and who was to get it
         self._size = (0, 0, 0)  # number, tensors and bytes of the newest version
         self._closed = False
         self._over = False
@@ -201,10 +211,11 @@ class WeightUpdater:
                 again.
             StorageFullError, UnknownWorkerError, CapabilityError, ClosedError, StaleUpdaterError.
         """
-        push = bind(self._push, weights, wait, workers, partial, timeout, metadata, on_lost, allow_empty, select, merge)
+        asked = (weights, wait, workers, partial, timeout, metadata, on_lost, allow_empty, select, merge)
         if self._ranks is None:
-            return push()
-        return self._together("push", timeout, push, bind(self._source.extract, weights, select=select, merge=merge))
+            return self._push(*asked)
+        state = bind(self._source.extract, weights, select=select, merge=merge)
+        return self._together("push", timeout, bind(self._push, *asked), state)
 
     def _push(
         self,
@@ -220,19 +231,19 @@ class WeightUpdater:
         merge: bool,
     ) -> PushReport:
         self._check()
-        _one_of("wait", wait, ("none", "staged", "applied"))
-        _one_of("on_lost", on_lost, ("raise", "drop"))
-        meta = wire.encode_metadata(metadata)
-        deadline = Deadline.after(bounded(timeout, self.timeout))
-        mine: list[bool] = []
+        if wait not in _WAITS or on_lost not in _ON_LOST:
+            raise _no_choice(wait=(wait, _WAITS), on_lost=(on_lost, _ON_LOST))
+        meta = b"{}" if metadata is None else wire.encode_metadata(metadata)
+        deadline = Deadline.after(self.timeout if timeout is None else bounded(timeout))
         try:
-            self._turn.take(mine, deadline)
-            self._check()
+            self._turn.take(deadline)
+            if self._closed:  # meanwhile
+                self._check()
             self._listen(NOW)
-            to = self._addressed(workers)
-            if wait == "applied" and not allow_empty:
-                self._need_somebody("push(wait='applied')")
-            if self._observers:
+            to = None if workers is None else self._addressed(workers)
+            if wait == "applied" and not (allow_empty or self._roster.workers):
+                raise self._nobody("push(wait='applied')")
+            if self._observed:
                 self._observers.before_push(endpoint=self.endpoint, version=self.version + 1, workers=to)
             begun = time.perf_counter()
             state = self._source.extract(weights, select=select, merge=merge)
@@ -240,7 +251,7 @@ class WeightUpdater:
             names = self._stage(payload, to, refusing, deadline)
             return self._settle(payload, names, wait, deadline, on_lost)
         finally:
-            self._turn.give(mine)
+            self._turn.give()
             if self._closed:  # by a hook, a signal handler or another thread, which did not wait for us
                 self._shut(None)
 
@@ -256,8 +267,11 @@ class WeightUpdater:
             return Outcome(version=self.version, run=self.run, report=report)
 
         seconds = bounded(timeout, self.timeout)
-        with self._step.taken(Deadline.after(seconds)):
+        try:
+            self._step.take(Deadline.after(seconds))
             found = self._ranks.together(kind, seconds, outcome, lambda: self._newest, state, self._learn)
+        finally:
+            self._step.give()
         assert found.report is not None
         return found.report
 
@@ -271,17 +285,23 @@ class WeightUpdater:
         """Encode, preflight: what else can be refused before a byte moves. Also, who will refuse it. The extracting
         began at ``begun``."""
         extracted = time.perf_counter()
+        layout = state.plan.layout
         with self._books:
             if self._floor > self._newest.epoch:
                 self._newest = Version(self._floor, self._newest.number)
                 self._epochs.append((self._newest.number + 1, self._floor))
                 self._roster.epochs.add(self._floor)
-            base = self._ground.base_for(state.layout, to) if partial else None
+            if not self._known:
+                self._ground.lose()
+                self._known = True
+            base = self._ground.base_for(layout, to) if partial else None
             stamp = Version(self._newest.epoch, self._newest.number + 1)
-            refusing = self._preflight(state.layout, stamp, to, partial)
-        gather = None if self._ranks is None else self._ranks.gather
+            known = self._welcome[0] is layout and self._welcome[1] is partial
+            refusing = {} if known else self._preflight(layout, stamp, to, partial)
+        gather = None if self._ranks is None else self._ranks.pieces
         payload = Payload(state, stamp=stamp, base=base, metadata=metadata, digest=self._digest, gather=gather)
-        payload.seconds.update(extract=extracted - begun, encode=time.perf_counter() - extracted)
+        payload.seconds["extract"] = extracted - begun
+        payload.seconds["encode"] = time.perf_counter() - extracted
         return payload, refusing
 
     def _preflight(self, layout: Layout, stamp: Version, to: frozenset[str] | None, partial: bool) -> dict[str, str]:
@@ -300,17 +320,27 @@ class WeightUpdater:
                     refusing[name] = known[2]
         if refusing and len(refusing) == len(names):
             told = "\n".join(f"worker {name!r}: {text}" for name, text in refusing.items())
+            for late in self._roster.take_failures():  # the same of an earlier version is no news
+                if late.kind is not RefusedError or late.worker not in refusing:
+                    told += f"\n{late}"
+            joined = (
+                f"the {len(names)} worker{'s' * (len(names) > 1)} that {'have' if len(names) > 1 else 'has'} joined"
+            )
+            who = ", ".join(map(repr, names[:10])) + ", ..." * (len(names) > 10)
             receipts = {
                 name: Receipt(worker=name, version=stamp.number, state="refused", error=text, phase="encode")
                 for name, text in refusing.items()
             }
             raise RefusedError(
-                f"no worker can take version {stamp.number}; nothing was sent.\n{told}",
+                f"none of {joined if to is None else 'those addressed'} ({who}) can take version {stamp.number}; "
+                f"nothing was sent. If others are still to come, call wait_for_workers() first.\n{told}",
                 report=PushReport(version=stamp.number, run=stamp.epoch, receipts=receipts),
                 version=stamp.number,
                 worker=next(iter(refusing)),
                 phase="encode",
             )
+        if not refusing and to is None:
+            self._welcome = (layout, partial)
         return refusing
 
     def _stage(
@@ -319,7 +349,9 @@ class WeightUpdater:
         """Hand the payload to the backend; who has to take it. The number is used up as soon as the backend asked for
         the header."""
         begun, before = time.perf_counter(), sum(payload.seconds.values())
-        done = False
+        done = self._known = False
+        with self._books:
+            addressed = list(self._roster.workers if to is None else to)  # some may have left when it is staged
         try:
             self._sender.stage(payload, to, deadline)
             done = True
@@ -330,13 +362,16 @@ class WeightUpdater:
                     self._ground.book(payload.stamp, payload.base, payload.layout, to, self._roster.workers)
                     for name, text in refusing.items():
                         self._roster.refuse_here(name, payload.stamp, text)
-                    if not done:  # who has it, if anybody, is not known
-                        self._ground.lose()
+                self._known = done or not payload.announced
             inner = sum(payload.seconds.values()) - before  # phases that the backend has booked itself
             payload.seconds["stage"] = time.perf_counter() - begun - inner
+            payload.close()
         self._listen(NOW)
         with self._books:
-            return list(self._roster.workers if to is None else to)
+            if to is None and len(self._roster.workers.keys() | addressed) > len(addressed):  # who has just come
+                addressed += [name for name in self._roster.workers if name not in addressed]
+            self._sent = (payload.stamp, addressed)
+        return addressed
 
     def _settle(self, payload: Payload, names: list[str], state: str, deadline: Deadline, on_lost: str) -> PushReport:
         """Wait as asked, write the report, and raise what has to be raised."""
@@ -344,13 +379,13 @@ class WeightUpdater:
         if state != "none":
             self._wait(names, payload.stamp, state, deadline)
         payload.seconds["wait"] = time.perf_counter() - begun
-        self._size = (payload.stamp.number, len(payload.layout.entries), sum(payload.layout.sizes))
+        self._size = (payload.stamp.number, len(payload.layout.entries), payload.layout.used)
         report, failures = self._report(names, payload.stamp, dict(payload.seconds), payload.devices)
         self._pulse.pushed(report)
-        if self._observers:
+        if self._observed:
             self._observers.after_push(endpoint=self.endpoint, report=report)
         if failures:
-            _raise(failures, report, on_lost)
+            _raise(failures, report, on_lost, f" (version {report.version} was sent)")
         return report
 
     def _report(
@@ -374,7 +409,7 @@ class WeightUpdater:
             tensors=tensors if number == stamp.number else 0,
             nbytes=nbytes if number == stamp.number else 0,
             seconds=seconds,
-            errors=tuple(self._observers.take_errors()),
+            errors=tuple(self._observers.take_errors()) if self._observers.errors else (),
             memory=peak_memory(devices),
         )
         return report, failures
@@ -402,17 +437,19 @@ class WeightUpdater:
         self, version: int | None, state: str, workers: Iterable[str] | None, timeout: float | None, on_lost: str
     ) -> PushReport:
         self._check()
-        _one_of("state", state, ("staged", "applied"))
-        _one_of("on_lost", on_lost, ("raise", "drop"))
+        if state not in _STATES or on_lost not in _ON_LOST:
+            raise _no_choice(state=(state, _STATES), on_lost=(on_lost, _ON_LOST))
         begun = time.perf_counter()
         deadline = Deadline.after(bounded(timeout, self.timeout))
-        stamp = self._stamp_of(self.version if version is None else version)
+        stamp = self._stamp_of(self.version if version is None else whole(version, "version"))
         self._listen(NOW)
-        to = self._addressed(workers)
+        to = None if workers is None else self._addressed(workers)
         with self._books:
             names = self._ground.addressed(stamp, self._roster.workers) if to is None else list(to)
-        if state == "applied" and not names:
-            self._need_somebody("wait(state='applied')")
+            if to is None and self._sent[0] == stamp:
+                names += self._roster.took(self._sent[1], stamp)
+        if state == "applied" and not (names or self._roster.workers):
+            raise self._nobody("wait(state='applied')")
         self._wait(names, stamp, state, deadline)
         report, failures = self._report(names, stamp, {"wait": time.perf_counter() - begun})
         _raise(failures, report, on_lost)
@@ -423,17 +460,20 @@ class WeightUpdater:
         if self._ranks is None:
             return self._await_workers(count, timeout)
         lead, seconds = bind(self._await_workers, count, timeout), bounded(timeout, self.timeout)
-        with self._step.taken(Deadline.after(seconds)):
+        try:
+            self._step.take(Deadline.after(seconds))
             return self._ranks.together(
                 "wait_for_workers",
                 seconds,
                 lambda: Outcome(version=self.version, run=self.run, names=lead()),
                 lambda: self._newest,
             ).names
+        finally:
+            self._step.give()
 
     def _await_workers(self, count: int, timeout: float | None) -> list[str]:
         self._check()
-        seconds = bounded(timeout, self.timeout)
+        count, seconds = whole(count, "count"), bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
         self._listen(NOW)
         while True:
@@ -444,7 +484,7 @@ class WeightUpdater:
             self._check()
             if deadline.expired:
                 raise WaitTimeout(
-                    f"waited {seconds:.3g} s for {count} workers at {self.endpoint} to join; there: "
+                    f"waited {seconds:.3g} s for {count} worker{'s' * (count != 1)} at {self.endpoint} to join; there: "
                     f"{', '.join(there) or 'nobody'}",
                     phase="wait",
                 )
@@ -491,7 +531,11 @@ class WeightUpdater:
                     self._book()
             elif not deadline.expired:
                 with self._books:
-                    self._booked.wait(deadline.sooner(SLICE).remaining)
+                    self._hoping += 1
+                    try:
+                        self._booked.wait(deadline.sooner(SLICE).remaining)
+                    finally:
+                        self._hoping -= 1
         finally:
             if mine and mine[0]:
                 self._ear.release()
@@ -514,16 +558,23 @@ class WeightUpdater:
         with self._books:
             while self._heard:
                 event = self._heard[0]
-                if isinstance(event, Joined) and event.have.stamp and event.have.stamp.epoch > self._newest.epoch:
-                    # A worker has weights of a newer epoch than ours: this clock was set back since. Go beyond it.
-                    self._floor = max(self._floor, event.have.stamp.epoch + 1)
                 self._roster.observe(event)
-                if isinstance(event, (Joined, Lost, Left)):
-                    self._checked = {key: value for key, value in self._checked.items() if key[0] != event.worker}
-                    self._ground.forget(event.worker)
+                moved = isinstance(event, (Joined, Lost, Left))  # somebody came or went
+                if moved:
+                    self._turn_over(event)
                 del self._heard[0]
-                self._tell(event)
-            self._booked.notify_all()
+                if moved:
+                    self._tell(event)
+            if self._hoping:
+                self._booked.notify_all()
+
+    def _turn_over(self, event: Event) -> None:
+        if isinstance(event, Joined) and event.have.stamp and event.have.stamp.epoch > self._newest.epoch:
+            # A worker has weights of a newer epoch than ours: this clock was set back since. Go beyond it.
+            self._floor = max(self._floor, event.have.stamp.epoch + 1)
+        self._checked = {key: value for key, value in self._checked.items() if key[0] != event.worker}
+        self._welcome = (None, False)
+        self._ground.forget(event.worker)
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, Joined):
@@ -541,19 +592,17 @@ class WeightUpdater:
             raise ValueError(f"version {number} was not pushed by this updater; {newest}")
         return Version(max(epoch for start, epoch in self._epochs if start <= number), number)
 
-    def _need_somebody(self, call: str) -> None:
-        with self._books:
-            if not self._roster.workers:
-                raise PushError(
-                    f"{call} at {self.endpoint}: no worker is there. Wait for one with wait_for_workers(), or push "
-                    "with allow_empty=True."
-                )
+    def _nobody(self, call: str) -> PushError:
+        return PushError(
+            f"{call} at {self.endpoint}: no worker is there. Wait for one with wait_for_workers(), or push with "
+            "allow_empty=True."
+        )
 
-    def _addressed(self, workers: Iterable[str] | None) -> frozenset[str] | None:
-        if workers is None:
-            return None
+    def _addressed(self, workers: Iterable[str]) -> frozenset[str]:
         if isinstance(workers, str):
             raise TypeError(f"workers is the text {workers!r}; it takes a list of names: [{workers!r}]")
+        if not isinstance(workers, Iterable):
+            raise TypeError(f"workers is {workers!r:.200}; it takes a list of names")
         names = frozenset(workers)
         with self._books:
             there = sorted(self._roster.workers)
@@ -586,16 +635,21 @@ class WeightUpdater:
         self._closed = True  # first, so that whoever waits in another thread stops
         if self._turn.mine:
             return []
-        with self._turn.taken(deadline):
+        try:
+            self._turn.take(deadline)
             if not self._over:
                 status.withdraw(self)
                 with suppress(ClosedError):
                     self._listen(NOW)
                 self._sender.close(deadline)
+                if self._ranks is not None:
+                    self._ranks.close()
                 self._over = True
                 self._finalizer.detach()
             with self._books:
                 return self._roster.take_failures()
+        finally:
+            self._turn.give()
 
     def __enter__(self) -> WeightUpdater:
         return self
@@ -605,6 +659,9 @@ class WeightUpdater:
             self.close()
             return
         self._shut(None)  # an error is on its way already; what the roster still had was logged
+
+    def __reduce__(self) -> str:
+        raise self._origin.refuse_copy()
 
     def __repr__(self) -> str:
         count = len(self._roster.workers)
@@ -618,46 +675,67 @@ class WeightUpdater:
 
 
 class _Turn:
-    """Pushes come one at a time; waiting for one's turn is bounded, and Ctrl-C never leaves it taken."""
+    """Pushes come one at a time; waiting for one's turn is bounded, and Ctrl-C never leaves it taken.
+
+    Who has the turn is a thread and the frame that took it, written down and wiped out by one call into C each. Where
+    Ctrl-C comes up just before it is given back, that frame has ended: whoever is next sees it, and takes over.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._lock = threading.Lock()
-        self._inside: set[int] = set()  # threads that have the turn, or are about to
+        self._held: dict[str, tuple[int, FrameType]] = {}  # one entry, or none
+        self._bell = threading.Lock()  # open: it was given back since somebody looked
+        self._mending = threading.RLock()
 
     @property
     def mine(self) -> bool:
-        return threading.get_ident() in self._inside
+        """Whether a frame below this one, in this thread, has the turn."""
+        held = self._holder()
+        return held is not None and held[0] == get_ident()
 
     @property
     def busy(self) -> bool:
-        return self._lock.locked()
+        return self._holder() is not None
 
-    def take(self, got: list[bool], deadline: Deadline) -> None:
-        """Wait for the turn; ``give(got)`` ends it, whether this has returned, raised or was interrupted."""
-        if self.mine:
-            raise RuntimeError(f"{self._what} is in the middle of a push of this thread; one cannot be within another")
-        got.append(True)
-        self._inside.add(threading.get_ident())
-        # `got` is filled by the call that takes the lock, so that no interrupt comes in between.
-        got.extend(map(self._lock.acquire, (True,), (deadline.remaining,)))
-        if not got[1]:
-            raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
+    def take(self, deadline: Deadline) -> None:
+        """Wait for the turn; :meth:`give` in the same function ends it, whether this has returned, raised or was
+        interrupted."""
+        ours = (get_ident(), sys._getframe(1))
+        while self._held.setdefault("turn", ours) is not ours:
+            held = self._holder()
+            if held is not None and held[0] == ours[0]:
+                raise RuntimeError(
+                    f"{self._what} is in the middle of a push of this thread; one cannot be within another"
+                )
+            if held is not None and deadline.expired:
+                raise WaitTimeout(f"{self._what} is still busy with a push of another thread", phase="wait")
+            if held is not None:
+                self._bell.acquire(timeout=deadline.sooner(SLICE).remaining)
 
-    def give(self, got: list[bool]) -> None:
-        if got[1:] == [True]:
-            self._lock.release()
-        if got:
-            self._inside.discard(threading.get_ident())
+    def give(self) -> None:
+        held = self._held.get("turn")
+        if held is not None and held[1] is sys._getframe(1):
+            self._held.clear()
+            if self._bell.locked():
+                with suppress(RuntimeError):  # somebody else was faster
+                    self._bell.release()
 
-    @contextmanager
-    def taken(self, deadline: Deadline) -> Iterator[None]:
-        got: list[bool] = []
-        try:
-            self.take(got, deadline)
-            yield
-        finally:
-            self.give(got)
+    def _holder(self) -> tuple[int, FrameType] | None:
+        """Who has the turn; one whose frame has ended has it no longer."""
+        if not self._held:
+            return None
+        with self._mending:
+            held = self._held.get("turn")
+            if held is None:
+                return None
+            frame = sys._current_frames().get(held[0])
+            while frame is not None and frame is not held[1]:
+                frame = frame.f_back
+            if frame is not None:
+                return held
+            if self._held.get("turn") is held:  # and not given back meanwhile, as it should be
+                self._held.clear()
+            return None
 
 
 def _misfit(layout: Layout, info: WorkerInfo, *, subset: bool) -> str:
@@ -671,14 +749,16 @@ def _misfit(layout: Layout, info: WorkerInfo, *, subset: bool) -> str:
     return difference.message() if difference else ""
 
 
-def _raise(failures: Sequence[Failure], report: PushReport, on_lost: str) -> None:
+def _raise(failures: Sequence[Failure], report: PushReport, on_lost: str, sent: str = "") -> None:
     """Raise the most serious failure, with all of them in its message."""
     told = [f for f in failures if on_lost == "raise" or f.kind is not WorkerLostError]
     if told:
         worst = told[0]
         text = "; ".join(str(failure) for failure in told)
+        if worst.kind is WorkerLostError:
+            text += '; to go on without lost workers, push(on_lost="drop")'
         raise worst.kind(
-            text,
+            text + sent,
             report=report,
             version=worst.version,
             worker=worst.worker,
@@ -697,6 +777,7 @@ def _abandon(sender: Sender, origin: Origin) -> None:
         status.withdraw()
 
 
-def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{option} is {value!r}; it is one of {', '.join(map(repr, choices))}")
+def _no_choice(**options: tuple[object, tuple[str, ...]]) -> ValueError:
+    """What is to be raised where one of these options is none of its choices."""
+    option, value, choices = next((name, *asked) for name, asked in options.items() if asked[0] not in asked[1])
+    return ValueError(f"{option} is {value!r}; it is one of {', '.join(map(repr, choices))}")

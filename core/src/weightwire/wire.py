@@ -219,8 +219,10 @@ def _table(layout: Layout) -> _Table:
     if unknown is not None:
         raise WireError(f"layout: tensor {unknown.name!r}: dtype {unknown.dtype!r} is not one of {', '.join(DTYPES)}")
     for entry in entries:
-        if "\n" in entry.name or len(entry.strides) not in (0, len(entry.shape)):
-            raise WireError(f"layout: tensor {entry.name!r} has a line break in its name, or strides of another rank")
+        if "\n" in entry.name:
+            raise WireError(f"layout: tensor {entry.name!r} has a line break in its name")
+        if len(entry.strides) not in (0, len(entry.shape)):
+            raise WireError(f"layout: tensor {entry.name!r} has strides of another rank")
     columns = (
         [code_of(entry.dtype) for entry in entries],
         [len(entry.shape) for entry in entries],
@@ -234,7 +236,10 @@ def _table(layout: Layout) -> _Table:
     try:
         names = "\n".join(entry.name for entry in entries).encode()
         return _Table(names, *(np.array(column, dtype=np.int64) for column in columns))
-    except (UnicodeEncodeError, OverflowError) as exc:  # a lone surrogate; a number beyond 64 bits
+    except UnicodeEncodeError as exc:
+        name = exc.object[exc.object.rfind("\n", 0, exc.start) + 1 :].split("\n", 1)[0]
+        raise WireError(f"layout: tensor {name!a} has a lone surrogate in its name, which is no text") from exc
+    except OverflowError as exc:  # a number beyond 64 bits
         raise WireError(f"layout: cannot be sent: {exc}") from exc
 
 
@@ -387,7 +392,8 @@ class LayoutCache:
         """The known layout whose frame is ``data[start:]``."""
         for layout in self._layouts:
             if len(layout.wire) == len(data) - start and data.startswith(layout.wire, start):
-                self.keep(layout)
+                if layout is not self._layouts[0]:
+                    self.keep(layout)
                 return layout
         return None
 
@@ -443,11 +449,14 @@ def header_size_bound(layout: Layout, metadata: bytes = b"{}") -> int:
 
 
 def _check_head(head: _Head) -> None:
-    for stamp in (head.stamp, head.base or head.stamp):
-        if not (0 <= stamp.epoch < 2**63 and 0 <= stamp.number < 2**63):
-            raise WireError(f"header: {stamp} is no stamp")
-    if head.base is not None and not head.base < head.stamp:
-        raise WireError(f"header: a subset at {head.stamp} cannot lie on {head.base}, which is not older")
+    stamp, base = head.stamp, head.base
+    if not 0 <= min(stamp) <= max(stamp) < 2**63:
+        raise WireError(f"header: {stamp} is no stamp")
+    if base is not None:
+        if not 0 <= min(base) <= max(base) < 2**63:
+            raise WireError(f"header: {base} is no stamp")
+        if not base < stamp:
+            raise WireError(f"header: a subset at {stamp} cannot lie on {base}, which is not older")
     if len(head.digest) > _MAX_DIGEST or not head.encoding or len(head.encoding) > _MAX_ENCODING:
         raise WireError("header: a digest or encoding of an unknown kind")
     if head.metadata != b"{}":
@@ -456,6 +465,8 @@ def _check_head(head: _Head) -> None:
 
 def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
     """The caller's metadata as JSON. Raises :class:`WireError` for what would come out of JSON as something else."""
+    if not isinstance(metadata, (Mapping, type(None))):
+        raise TypeError(f"metadata is {metadata!r:.100}; it is a mapping with text as keys, or None")
     plain = dict(metadata or {})
     for key, value in plain.items():
         try:
@@ -561,7 +572,7 @@ def _check_event(event: Event) -> None:
     bounded = _BOUNDED[type(event)]
     for field in bounded.labels:
         label = getattr(event, field)
-        if len(label) > MAX_LABEL or _has_control(label):
+        if len(label) > MAX_LABEL or (not label.isprintable() and _has_control(label)):
             raise WireError(f"event: {field} has control characters, or more than {MAX_LABEL} of any: {label!r:.100}")
     if not event.worker:
         raise WireError("event: nobody's: the worker's name is empty")
@@ -582,4 +593,4 @@ def _sendable(text: str, limit: int) -> str:
 
 
 def _has_control(text: str) -> bool:
-    return not text.isprintable() and any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text)
+    return any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in text)

@@ -309,7 +309,7 @@ def test_a_damaged_header_is_a_digest_error(bench: Any) -> None:
     sender, receiver = bench.sender(), bench.receiver()
     bench.stage(sender, 1)
     (slot,) = sender._slots.values()
-    slot._map[100] ^= 1
+    slot._head[100] ^= 1
     damaged = receiver.poll(Have(), SOON(5))
     assert (damaged.header.stamp, damaged.header.base) == (Version(sender.epoch, 1), None)
     assert damaged.header.digest, "the core looks at the bytes"
@@ -329,7 +329,7 @@ def test_a_damaged_header_is_refused_once_and_the_trainer_is_told(private: Path)
         updater.push({"x": torch.full((10,), 2.0)})
         for slot in updater._sender._slots.values():  # type: ignore[attr-defined]
             if slot._words[5] == 2:
-                slot._map[100] ^= 1
+                slot._head[100] ^= 1
         with pytest.raises(DigestError, match="header of version 2"):
             receiver.pull()
         assert receiver.pull() is None, "raised once"
@@ -523,6 +523,48 @@ def test_too_few_descriptors_to_let_workers_in_cost_no_processor_and_pass() -> N
     assert "ulimit -n" in done.stderr
 
 
+def test_a_worker_without_descriptors_says_so_and_goes_on_when_there_are_some() -> None:
+    script = """
+        import os, resource
+        from weightwire import StorageFullError, WeightReceiver, WeightwireError
+
+        def limit(number):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+        many, told, versions = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 0, []
+        WeightReceiver("ENDPOINT", timeout=20).close()  # all is imported, and probed
+        before = len(os.listdir("/proc/self/fd")) - 1
+        for left in range(40):
+            limit(before + left)
+            try:
+                receiver = WeightReceiver("ENDPOINT", worker=f"w{left}", timeout=20)
+            except WeightwireError as exc:
+                limit(many)
+                assert f"may have {before + left}. Raise the limit (ulimit -n)" in str(exc) or "no file can" in str(exc)
+                told += isinstance(exc, StorageFullError)
+            else:
+                try:
+                    versions.append(receiver.pull(20))
+                except StorageFullError as exc:
+                    assert f"may have {before + left}. Raise the limit (ulimit -n)" in str(exc), exc
+                    assert not receiver.connected
+                    told += 1
+                    limit(many)
+                    assert receiver.pull(20) == 1
+                limit(many)
+                receiver.close()
+            assert len(os.listdir("/proc/self/fd")) - 1 == before
+            if versions:
+                break
+        print(told > 4, *versions)
+    """
+    with WeightUpdater("ipc", timeout=20) as updater:
+        updater.push({"x": torch.ones(3)})
+        assert run_script(script.replace("ENDPOINT", updater.endpoint)).stdout.split() == ["True", "1"]
+        updater.workers  # noqa: B018 - losses are booked
+        updater._roster.take_failures()
+
+
 def test_an_updater_that_cannot_be_opened_leaves_the_place_free() -> None:
     script = """
         import os, resource
@@ -544,7 +586,7 @@ def test_an_updater_that_cannot_be_opened_leaves_the_place_free() -> None:
             try:
                 claim()
             except WeightwireError as exc:
-                assert type(exc) is WeightwireError and "ulimit -n" in str(exc), repr(exc)
+                assert f"may have {limit}. Raise the limit (ulimit -n)" in str(exc), repr(exc)
                 failures += 1
             else:
                 break

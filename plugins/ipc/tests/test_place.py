@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -160,6 +161,50 @@ def test_an_updater_whose_lock_file_was_replaced_sends_no_more(bench: Any, priva
         bench.stage(sender, 2)
     sender.close(NOW)
     assert lock.exists(), "it is not ours any more"
+
+
+def test_an_updater_whose_directory_was_removed_says_so_once_and_is_fenced_off(
+    bench: Any, private: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, worker = bench.sender(), bench.receiver()
+    shutil.rmtree(private)
+    for number in (1, 2):
+        bench.stage(sender, number)
+        assert worker.poll(Have(), Deadline.after(5)) is not None, "who is connected goes on"
+    assert [record.message.count("was removed: workers that come now") for record in caplog.records] == [1]
+    newer = bench.sender()
+    assert newer.epoch > 0
+    with pytest.raises(StaleUpdaterError):
+        bench.stage(sender, 3)
+
+
+@pytest.mark.parametrize("suffix", ["lock", "sock"])
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link"])
+def test_what_is_not_ours_stays_and_is_named(bench: Any, private: Path, kind: str, suffix: str) -> None:
+    private.mkdir(mode=0o700)
+    path = private / (rundir.file_name("ipc", "policy") + "." + suffix)
+    {"directory": Path.mkdir, "pipe": lambda path: os.mkfifo(path), "link": lambda path: path.symlink_to("x")}[kind](
+        path
+    )
+    receiver = bench.receiver()
+    assert receiver.poll(Have(), None) is None
+    with pytest.raises(EndpointInUseError, match=rf"{path.name} is none of Weightwire's files .*Remove it"):
+        bench.sender()
+    assert os.path.lexists(path)
+    elsewhere = bench.sender("elsewhere")
+    assert elsewhere.epoch
+
+
+def test_a_pipe_in_the_place_of_a_lock_keeps_nobody_waiting(
+    bench: Any, private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private.mkdir(mode=0o700)
+    os.mkfifo(private / (rundir.file_name("ipc", "policy") + ".lock"))
+    other = tmp_path / "tmp"
+    other.mkdir()
+    monkeypatch.setattr(rundir, "candidates", lambda: [private, other / "weightwire"])
+    monkeypatch.setattr(rundir, "create", lambda: (other / "weightwire").mkdir(mode=0o700) or other / "weightwire")
+    assert bench.sender().epoch >= 1000
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"epoch": "soon"}', "\0" * 100])

@@ -44,10 +44,15 @@ class Bench:
         apply: str = "copy",
         have: Have = NOTHING,
         stream: bool = False,
+        patience: float = 5.0,
         **options: Any,
     ) -> NcclReceiver:
         context = ReceiverContext(
-            joined=Joined(worker=worker), have=lambda: have, apply=apply, stream=stream, deadline=Deadline.after(5)
+            joined=Joined(worker=worker),
+            have=lambda: have,
+            apply=apply,
+            stream=stream,
+            deadline=Deadline.after(patience),
         )
         receiver = NcclReceiver(parse(endpoint or self.endpoint), NcclOptions(**options), context)
         self.opened.append(receiver)

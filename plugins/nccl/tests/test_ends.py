@@ -290,6 +290,11 @@ def test_beyond_the_loopback_a_token_is_needed(bench: Bench) -> None:
     assert psutil.Process().num_fds() <= before
 
 
+def test_somebody_elses_address(bench: Bench) -> None:
+    with pytest.raises(EndpointError, match=r"29500: that is no address of this machine.*WEIGHTWIRE_TOKEN"):
+        bench.sender("192.0.2.1:29500")  # of the net that is kept for documentation: RFC 5737
+
+
 def test_a_token_opens_the_door(bench: Bench, tmp_path: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN)
@@ -344,6 +349,32 @@ def test_an_updater_without_the_token_is_not_believed(bench: Bench, monkeypatch:
             receiver.poll(Have(), soon())
         posing.join(5)
         assert [type(message) for message in heard] in ([], [Goodbye]), "the worker told it nothing"
+
+
+def test_a_digest_travels_where_bytes_can_leave_the_host(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or where others on it are not trusted. Over the loopback there is one if somebody asks for it."""
+
+    def digest(**more: Any) -> str:
+        rig = make_rig()
+        updater = rig.updater(counters(1), **more)
+        receiver = rig.receiver(counters(0), worker="w", endpoint=updater.endpoint)
+        updater.wait_for_workers(1)
+        updater.push()
+        assert receiver.pull(5.0) == 1
+        return updater.wait().receipts["w"].digest
+
+    assert digest() == ""
+    assert len(digest(digest="on")) == 32
+    monkeypatch.setenv("WEIGHTWIRE_TOKEN", TOKEN)
+    assert len(digest()) == 32
+    assert digest(digest="off") == ""
+
+
+def test_beyond_the_loopback_a_digest_travels(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_TOKEN", TOKEN)
+    assert not bench.sender("0.0.0.0:0").digests
 
 
 def test_a_stranger_cannot_skip_the_proof(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from weightwire.errors import EndpointError
@@ -235,14 +236,84 @@ def test_no_descriptors_are_left(bench: Bench, gather: Gather, read: Read, caplo
         assert knocking.recv(1), "it is let in"
 
 
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_an_end_that_cannot_be_opened_leaves_nothing(bench: Bench, end: str) -> None:
+    """Wherever the descriptors run out while it is made."""
+    place = bench.sender().endpoint
+    open_one = {"sender": bench.sender, "receiver": lambda: bench.receiver(endpoint=place, staging="inline")}[end]
+    failed = 0
+    for left in range(10):
+        with no_descriptors(left):
+            before = psutil.Process().num_fds() if left else 0  # which needs one itself
+            try:
+                open_one()
+                break
+            except (OSError, EndpointError):
+                failed += 1
+                assert not left or psutil.Process().num_fds() == before
+    assert failed >= 3, "one after the other was what it lacked"
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_an_end_whose_thread_does_not_start_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    place = bench.sender().endpoint
+    open_one = {"sender": bench.sender, "receiver": lambda: bench.receiver(endpoint=place)}[end]
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = psutil.Process().num_fds()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        open_one()
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_failure_that_stays_is_told_once(
+    bench: Bench, gather: Gather, read: Read, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the threads of both ends, which go on, and go on trying."""
+    sender, receiver = bench.sender(), bench.receiver()
+    gather(sender, lambda event: isinstance(event, Joined))
+    failed = {"service": 0, "staging": 0}
+
+    def failing(thread: str) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            failed[thread] += 1
+            raise RuntimeError(f"the {thread} thread's own fault")
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender._service, "_turn", failing("service"))
+        patch.setattr(receiver._station, "turn", failing("staging"))
+        sender._hall.bell.ring()
+        deadline = soon()
+        while min(failed.values()) < 4:
+            assert not deadline.expired
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert sorted(str(record.exc_info[1]) for record in errors if record.exc_info) == [
+        "the service thread's own fault",
+        "the staging thread's own fault",
+    ]
+    caplog.clear()
+    bench.stage(sender, 1)
+    assert read(receiver.poll(Have(), soon())) == 1, "both have recovered"
+
+
 @contextmanager
-def no_descriptors() -> Iterator[None]:
+def no_descriptors(left: int = 0) -> Iterator[None]:
+    """Or only so many."""
     limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 50, limits[1]))
         with suppress(OSError):
             while True:
                 held.append(os.dup(0))
+        for _ in range(left):
+            os.close(held.pop())
         yield
     finally:
         for fd in held:

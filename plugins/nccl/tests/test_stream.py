@@ -7,14 +7,16 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
-from weightwire.errors import EndpointError, UpdaterLostError
+from weightwire.errors import CapabilityError, UpdaterLostError
 from weightwire.testing import Rig
 from weightwire.testing.states import counters, seen
 from weightwire.transport import Deadline, Delivery, Have, Staged
@@ -136,9 +138,86 @@ def test_the_trainer_is_lost_halfway(make_rig: Callable[..., Rig]) -> None:
     assert receiver.ready
 
 
+class Trickle:
+    """Between a worker and its trainer: what the trainer says passes at once up to so many bytes, then a few at a
+    time, for ever."""
+
+    def __init__(self, endpoint: str, freely: int) -> None:
+        host, _, port = endpoint.removeprefix("nccl://").partition("?")[0].rpartition(":")
+        self._trainer = host, int(port)
+        self._freely = freely
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"nccl://127.0.0.1:{self._server.getsockname()[1]}?bucket={BUCKET}"
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        while True:
+            worker, _ = self._server.accept()
+            if self._over.is_set():
+                worker.close()
+                return
+            trainer = socket.create_connection(self._trainer)
+            for way in ((worker, trainer, False), (trainer, worker, True)):
+                self._threads.append(threading.Thread(target=self._pass_on, args=way))
+                self._threads[-1].start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, slowly: bool) -> None:
+        passed = 0
+        with source, suppress(OSError):
+            source.settimeout(0.05)
+            while not self._over.is_set():
+                with suppress(TimeoutError):
+                    data = source.recv(256 if slowly and passed > self._freely else 4096)
+                    if not data:
+                        break
+                    target.sendall(data)
+                    passed += len(data)
+                    if slowly and passed > self._freely:
+                        self._over.wait(0.01)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._over.set()
+        with suppress(OSError), socket.create_connection(self._server.getsockname()):
+            pass
+        for thread in self._threads:
+            thread.join(10)
+        self._server.close()
+
+
+@pytest.fixture
+def trickle() -> Iterator[Callable[..., Trickle]]:
+    opened: list[Trickle] = []
+
+    def trickle(endpoint: str, freely: int) -> Trickle:
+        opened.append(Trickle(endpoint, freely))
+        return opened[-1]
+
+    yield trickle
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize("staging", ["thread", "inline"])
+def test_a_trickle_is_not_waited_for_without_end(bench: Bench, trickle: Callable[..., Trickle], staging: str) -> None:
+    """Bytes come all the time, no piece takes long, and all of them many seconds: the receiver's timeout bounds it."""
+    sender = bench.sender(bucket=BUCKET)
+    bench.stage(sender, 1, size=50_000)
+    slow = trickle(sender.endpoint, 3 * BUCKET)
+    receiver = bench.receiver(stream=True, bucket=BUCKET, staging=staging, endpoint=slow.endpoint, patience=1.0)
+    buckets = receiver.poll(Have(), soon()).buckets()
+    begun, sizes = time.monotonic(), []
+    with pytest.raises(UpdaterLostError, match=r"of 200\d\d\d bytes had come when they had been waited for 1 s"):
+        sizes.extend(data.numel() for _, data in buckets)
+    assert sum(sizes) >= BUCKET, "some pieces came"
+    assert time.monotonic() - begun < 4.0
+
+
 def test_there_has_to_be_a_copy_to_fetch_from(bench: Bench) -> None:
     bench.sender(keep=False)
-    with pytest.raises(EndpointError, match="keep=false"):
+    with pytest.raises(CapabilityError, match="keep=false"):
         bench.receiver(stream=True).poll(Have(), soon())
 
 

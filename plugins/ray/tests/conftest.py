@@ -15,29 +15,9 @@ from ray.cluster_utils import Cluster
 from weightwire import WeightReceiver, WeightUpdater
 from weightwire.errors import UpdaterLostError, WaitTimeout, WeightwireError
 from weightwire.testing.states import counters, seen
+from weightwire_ray.conformance import STORE, cluster, nodes
 
-STORE = 512 << 20
-QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
-
-
-@pytest.fixture(scope="session")
-def nodes() -> Iterator[Cluster]:
-    """A cluster of one node, to which this process is connected."""
-    head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=cluster.address, **QUIET)
-    try:
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-@pytest.fixture
-def cluster(nodes: Cluster) -> str:
-    """Its address."""
-    address: str = nodes.address
-    return address
+__all__ = ["cluster", "nodes"]
 
 
 @pytest.fixture(scope="module")

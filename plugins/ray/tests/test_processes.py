@@ -30,6 +30,29 @@ def run(script: str, *args: str, timeout: float = 60) -> str:
     return done.stdout
 
 
+def test_an_address_where_no_cluster_answers_is_an_error_in_time() -> None:
+    said = run(
+        """
+        import socket, time
+        from weightwire import EndpointError, WeightReceiver, WeightUpdater
+        silent = socket.create_server(("127.0.0.1", 0))
+        for port in (1, silent.getsockname()[1]):
+            for end in (WeightUpdater, WeightReceiver):
+                begun = time.monotonic()
+                try:
+                    end(f"ray://policy?address=127.0.0.1:{port}", timeout=2)
+                except EndpointError as exc:
+                    print("no cluster answers" in str(exc), "ray status" in str(exc), time.monotonic() - begun < 8)
+        try:
+            WeightUpdater("ray://policy?address=local")
+        except EndpointError as exc:
+            print("would start a cluster" in str(exc))
+        """
+    )
+    assert set(said.split()) == {"True"}
+    assert len(said.split()) == 13
+
+
 def test_looking_at_the_plugin_imports_neither_ray_nor_torch() -> None:
     said = run(
         """

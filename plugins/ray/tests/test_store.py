@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from ray._private import state  # the figure that `ray status` shows has no publ
 from ray.cluster_utils import Cluster
 
 from weightwire import WeightReceiver, WeightUpdater
-from weightwire.errors import DigestError, RefusedError, WorkerLostError
+from weightwire.errors import BackendLoadError, DigestError, RefusedError, WorkerLostError
 from weightwire.testing.rig import took
 from weightwire.testing.states import counters, seen, snapshot
 from weightwire.testing.workers import until
@@ -96,6 +97,36 @@ def test_large_states_go_in_several_buckets(place: str, opened: Callable[[Any], 
     updater.push(sent)
     receiver.pull()
     assert snapshot(receiver.weights) == snapshot(sent)
+
+
+@pytest.mark.parametrize(("option", "count"), [("", 4), ("?bucket=16MiB", 10)])
+def test_a_large_version_is_a_few_objects(place: str, opened: Callable[[Any], Any], option: str, count: int) -> None:
+    """Two for each of the hands that copy them: every one has its price in every process that is told of it."""
+    updater = opened(WeightUpdater(f"{place}{option}", timeout=60))
+    sent = {f"t{number}": torch.full((1 << 21,), float(number)) for number in range(20)}  # of 8 MiB each
+    updater.push(sent)
+    (item,) = updater._sender._shelf.kept()
+    assert len(item.buckets) == count
+    receiver = opened(WeightReceiver(place))
+    receiver.pull()
+    assert snapshot(receiver.weights) == snapshot(sent)
+
+
+def test_a_thread_that_does_not_start_leaves_the_place_free(
+    place: str, opened: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("weightwire-ray"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(BackendLoadError, match="new thread"):
+        WeightUpdater(place, timeout=5)
+    monkeypatch.undo()
+    opened(WeightUpdater(place, timeout=5))
 
 
 def test_bytes_that_leave_the_node_are_checked(

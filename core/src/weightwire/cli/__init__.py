@@ -15,10 +15,12 @@ COMMANDS = ("backends", "doctor", "conformance", "new", "top", "bench", "demo")
 
 USAGE = """\
 usage: weightwire backends [--check [BACKEND...]] [--json]
+       weightwire --version
 
   backends   list the installed backends; --check opens each, or those named, in a process of its own
 
-For help and all other commands: pip install "weightwire[cli]"
+Help and all other commands come with the extra: pip install "weightwire[cli]"
+(in a checkout: pip install "./core[cli]")
 """
 
 
@@ -32,10 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from weightwire.cli import backends
 
         return backends.run(named, check="--check" in flags, as_json="--json" in flags)
+    if arguments == ["--version"]:
+        import weightwire
+
+        print(weightwire.__version__)
+        return 0
     try:
         import typer  # noqa: F401
     except ImportError:
         helped = arguments in (["--help"], ["backends", "--help"])
+        if arguments[:1] != ["backends"] and arguments[:1] in [[command] for command in COMMANDS]:
+            print(f"{arguments[0]!r} needs the extra 'cli' of weightwire, which is not installed.\n", file=sys.stderr)
         print(USAGE, end="", file=sys.stdout if helped else sys.stderr)
         return 0 if helped else 2
     from weightwire.cli.app import run

@@ -125,7 +125,8 @@ def conformance(
     """Hold a backend against every case that one has to pass. All that follows is handed on to pytest.
 
     Modules of the current folder can be named. A case that needs a capability which the backend does not claim is
-    skipped, with that as the reason (-rs).
+    skipped, with that as the reason (-rs). Where the plugin ships a suite of its own, because its places take more
+    than a name, that one is run.
 
     \b
     Examples:
@@ -133,8 +134,8 @@ def conformance(
       weightwire conformance import:mine -x -k tensors
       weightwire conformance 'mine?allow_pickle=true' -rs --durations=5
 
-    Exit status: 0 every case passed, 1 one failed, 2 the backend or an argument is not known, or no case was chosen;
-    130 Ctrl-C.
+    Exit status: 0 every case passed, 1 one failed, or the backend's own suite is broken; 2 the backend or an argument
+    is not known, or no case was chosen; 130 Ctrl-C.
     """
     from weightwire.cli.conformance import run
 

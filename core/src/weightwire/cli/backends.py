@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from weightwire.cli.text import aligned, printable
 from weightwire.errors import WeightwireError
-from weightwire.registry import BackendRecord, available, find
+from weightwire.registry import BackendRecord, available, find, remedy
 
 __all__ = ["open_in_child", "run"]
 
@@ -34,7 +34,7 @@ def run(named: Sequence[str] = (), *, check: bool, as_json: bool) -> int:
     if as_json:
         print(_json(records, errors if check else None))
     elif not records:
-        print("No backends are installed. Try: pip install weightwire-ipc")
+        print(f"No backends are installed. Try: {remedy('ipc')}")
     else:
         print(_table(records, errors if check else None))
     return int(any(errors))

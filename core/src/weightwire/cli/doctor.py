@@ -6,16 +6,17 @@ of the trainer's. Each is tried in processes of its own: one that hangs or crash
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from weightwire.cli.text import aligned, complain, duration, printable, rate, size
+from weightwire.cli.text import aligned, complain, counted, duration, printable, rate, size
 from weightwire.cli.trial import Trial, TrialError
 from weightwire.endpoint import parse
 from weightwire.errors import WeightwireError
-from weightwire.registry import available, find
+from weightwire.registry import available, find, remedy
 
 __all__ = ["Finding", "advice", "examine", "lines", "run"]
 
@@ -56,20 +57,20 @@ def run(endpoints: Sequence[str], *, workers: int, as_json: bool) -> int:
         return 2
     chosen = list(endpoints) or [record.name for record in available()]
     if not chosen:
-        complain("no backends are installed. Try: pip install weightwire-ipc")
+        complain(f"no backends are installed. Try: {remedy('ipc')}")
         return 1
-    findings = []
+    findings, busy = [], _busy()
     with _progress(as_json) as step:
         for text in chosen:
             step(text)
             findings.append(examine(text, workers))
-    told = advice(findings, workers)
+    told = advice(findings, workers) if any(finding.works for finding in findings) else {}
     if as_json:
         import json
 
         print(json.dumps({"backends": [finding._asdict() for finding in findings], "advice": told}, indent=2))
     else:
-        print("\n".join(lines(findings, told)))
+        print("\n".join(lines(findings, told) + ([busy] if told and busy else [])))
     good = [finding.works for finding in findings]
     return int(not (all(good) if endpoints else any(good)))
 
@@ -111,18 +112,30 @@ def advice(findings: Sequence[Finding], workers: int) -> dict[str, str]:
     inside = best(lambda f: "inline" in f.capabilities or not f.processes, lambda f: f.seconds)
     local = best(lambda f: f.processes, lambda f: (SMALL[1] + LARGE[1] / 10) / max(f.bytes_per_second, 1) + f.seconds)
     nodes = [f for f in works if "hosts" in f.capabilities]
-    missing = "none of these works here; see `weightwire backends` and each backend's own page"
     return {
-        "policies in the trainer's own process": _choice(inside, missing),
-        f"{workers} worker{'s' * (workers != 1)} in other processes of this machine": _choice(local, missing),
-        "workers on several nodes": " or ".join(f.endpoint for f in nodes) if nodes else missing,
+        "policies in the trainer's own process": _choice(inside, "vanilla"),
+        f"{counted(workers, 'worker')} in other processes of this machine": _choice(local, "ipc"),
+        "workers on several nodes": " or ".join(f.endpoint for f in nodes) or _none("nccl", "ray"),
     }
 
 
-def _choice(finding: Finding | None, missing: str) -> str:
+def _choice(finding: Finding | None, ours: str) -> str:
     if finding is None:
-        return missing
+        return _none(ours)
     return f"{finding.endpoint} ({duration(finding.seconds)} a small push, {rate(finding.bytes_per_second)})"
+
+
+def _none(*ours: str) -> str:
+    """What to say where none of what was tried is fit; ``ours``: what would be."""
+    installed = {record.name for record in available()}
+    absent = [remedy(name) for name in ours if name not in installed]
+    return "none of these" + (f": {' or '.join(absent)}" if absent else f"; {' or '.join(ours)} would be")
+
+
+def _busy() -> str:
+    """A warning where others use the machine; empty where not."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"The machine is busy (load {load:.1f}, cores {cores}): the figures say little." if load > cores else ""
 
 
 def lines(findings: Sequence[Finding], told: dict[str, str]) -> list[str]:
@@ -143,6 +156,8 @@ def lines(findings: Sequence[Finding], told: dict[str, str]) -> list[str]:
     text += [""] if told_of else []
     for line in told_of:
         text += textwrap.wrap(printable(line), MARGIN, subsequent_indent="    ")
+    if not told:
+        return text
     text += ["", "What to choose"]
     text += [f"  {line}" for line in aligned([(f"{place}:", choice) for place, choice in told.items()])]
     small, large = (f"{tensors} tensors of {size(nbytes)} in all" for tensors, nbytes in (SMALL, LARGE))

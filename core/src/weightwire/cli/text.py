@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["ago", "aligned", "complain", "did_you_mean", "duration", "printable", "rate", "size"]
+__all__ = ["ago", "aligned", "complain", "counted", "did_you_mean", "duration", "printable", "rate", "size"]
 
 
 def printable(text: str) -> str:
@@ -31,6 +31,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What was probably meant, as the end of a sentence; empty where nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=2)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 worker``, ``2 workers``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def duration(seconds: float) -> str:

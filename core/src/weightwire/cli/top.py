@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightwire import status
-from weightwire.cli.text import ago, aligned, complain, duration, printable, rate, size
+from weightwire.cli.text import ago, aligned, complain, counted, did_you_mean, duration, printable, rate, size
 from weightwire.endpoint import parse
 from weightwire.errors import EndpointError
 
@@ -68,23 +68,30 @@ def found(wanted: tuple[str, str] | None = None) -> list[dict[str, Any]]:
 
 
 def _nobody(endpoint: str | None) -> str:
-    if endpoint:
-        others = sorted({updater["endpoint"] for updater in found() if "endpoint" in updater})
-        there = f"there: {', '.join(others)}" if others else "there is none at all"
-        return f"no updater of {endpoint} on this machine (of this user); {there}"
-    return (
+    said = (
         "no updater on this machine (of this user). One is listed from its constructor to its close(), unless its "
-        "process has WEIGHTWIRE_STATUS=off"
+        "process has WEIGHTWIRE_STATUS=off."
     )
+    if endpoint:
+        updaters = found()
+        others = sorted({updater["endpoint"] for updater in updaters if "endpoint" in updater})
+        there = f"there: {', '.join(others)}" if others else "there is none at all"
+        said = f"no updater of {endpoint} on this machine (of this user); {there}.{did_you_mean(endpoint, others)}"
+        for updater in updaters:
+            if "fault" in updater:
+                said += f" Process {updater['pid']} may have it: {updater['fault']}."
+    if users := status.strangers():
+        said += f" Others have updaters here (user id {', '.join(map(str, users))}), of which only they are told."
+    return said
 
 
 # -- what is shown of one --------------------------------------------------------------------------------------------
 
 
 def _head(updater: dict[str, Any]) -> str:
-    count, pushing = len(updater["workers"]), "   pushing" if updater["pushing"] else ""
+    workers, pushing = counted(len(updater["workers"]), "worker"), "   pushing" if updater["pushing"] else ""
     return (
-        f"{updater['endpoint']}   version {updater['version']}   {count} worker{'s' * (count != 1)}   "
+        f"{updater['endpoint']}   version {updater['version']}   {workers}   "
         f"{rate(updater['bytes_per_second'])}   process {updater['pid']}{pushing}"
     )
 
@@ -94,8 +101,8 @@ def _push(updater: dict[str, Any]) -> str:
     if push is None:
         return "no push yet"
     return (
-        f"last push: version {push['version']}, {ago(updater['seconds_since_push'])}, {push['tensors']} tensors, "
-        f"{size(push['nbytes'])} in {duration(sum(push['seconds'].values()))}"
+        f"last push: version {push['version']}, {ago(updater['seconds_since_push'])}, "
+        f"{counted(push['tensors'], 'tensor')}, {size(push['nbytes'])} in {duration(sum(push['seconds'].values()))}"
     )
 
 
@@ -163,10 +170,8 @@ def screen(updaters: Sequence[dict[str, Any]], console: Console) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    count = len(updaters)
-    told = Text(
-        f"{time.strftime('%H:%M:%S')}   {count} updater{'s' * (count != 1)} on this machine   Ctrl-C ends", "dim"
-    )
+    count = counted(sum("endpoint" in updater for updater in updaters), "updater")
+    told = Text(f"{time.strftime('%H:%M:%S')}   {count} on this machine   Ctrl-C ends", "dim")
     if not updaters:
         return Group(told, Text("none yet; waiting for one"))
     return Group(told, *(part for updater in updaters for part in _updater(updater)))

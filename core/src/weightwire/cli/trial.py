@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,7 +76,7 @@ class Trial:
     def _ask(self, command: str, *, seconds: float) -> dict[str, Any]:
         self._busy = True
         try:
-            self._pipe.send_bytes(json.dumps(command).encode())
+            self._pipe.send_bytes(json.dumps([command]).encode())
             if not self._pipe.poll(seconds):
                 raise TrialError(f"it hangs: no answer to {command!r} within {seconds:.0f} s", "Hung")
             answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
@@ -93,7 +93,7 @@ class Trial:
         """End all its processes: gently, or, amid a command (Ctrl-C, or it hangs), at once."""
         if not self._busy:
             with contextlib.suppress(OSError):
-                self._pipe.send_bytes(b'"close"')
+                self._pipe.send_bytes(b'["close"]')
             self._process.join(FAREWELL + 5.0)
         self._pipe.close()
         if self._process.exitcode is None:
@@ -116,18 +116,15 @@ def _lead(pipe: Connection, what: str, state: Mapping[str, Any]) -> None:
     from weightwire.cli import ends, peers
 
     leader: Any = None
+
+    def carry_out(command: str) -> Any:
+        nonlocal leader
+        if leader is None:
+            leader = (peers.Peer if what in peers.NAMES else ends.Leader)(what, **state)
+        return getattr(leader, command)()
+
     try:
-        while (command := json.loads(pipe.recv_bytes())) != "close":
-            try:
-                if leader is None:
-                    make = peers.Peer if what in peers.NAMES else ends.Leader
-                    leader = make(what, **state)
-                answer = getattr(leader, command)()
-            except Exception as exc:
-                answer = {"error": str(exc) or repr(exc), "kind": type(exc).__name__}
-            pipe.send_bytes(json.dumps(answer).encode())
-    except (EOFError, OSError):
-        pass
+        _obey(pipe, carry_out)
     finally:
         # Whatever threads an engine keeps, and whatever its exit handlers wait for: this process is done.
         last = threading.Timer(FAREWELL, os._exit, (0,))
@@ -136,6 +133,18 @@ def _lead(pipe: Connection, what: str, state: Mapping[str, Any]) -> None:
         if leader is not None:
             with contextlib.suppress(Exception):
                 leader.close()
+
+
+def _obey(pipe: Connection, carry_out: Callable[..., Any]) -> None:
+    """Carry out what is told, one command after the other, until ``close``, or until there is nobody to tell more. What
+    one raises is sent in place of the answer."""
+    with contextlib.suppress(EOFError, OSError):
+        while (command := json.loads(pipe.recv_bytes()))[0] != "close":
+            try:
+                answer = carry_out(*command)
+            except Exception as exc:
+                answer = {"error": str(exc) or repr(exc), "kind": type(exc).__name__}
+            pipe.send_bytes(json.dumps(answer).encode())
 
 
 def _end_with_the_parent() -> None:
@@ -203,19 +212,16 @@ class Crew:
 
 
 def serve(pipe: Connection, end: Any) -> None:
-    """A worker's life: ``end`` has a method for each command. What one raises is sent in place of the answer."""
+    """A worker's life: ``end`` has a method for each command."""
     _end_with_the_parent()
+
+    def carry_out(command: str, *arguments: Any) -> Any:
+        if command == "take":
+            pipe.send_bytes(b'"waiting"')
+        return getattr(end, command)(*arguments)
+
     try:
-        while (command := json.loads(pipe.recv_bytes()))[0] != "close":
-            try:
-                if command[0] == "take":
-                    pipe.send_bytes(b'"waiting"')
-                answer = getattr(end, command[0])(*command[1:])
-            except Exception as exc:
-                answer = {"error": str(exc) or repr(exc), "kind": type(exc).__name__}
-            pipe.send_bytes(json.dumps(answer).encode())
-    except (EOFError, OSError):
-        pass
+        _obey(pipe, carry_out)
     finally:
         with contextlib.suppress(Exception):
             end.close()

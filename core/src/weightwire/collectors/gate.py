@@ -213,6 +213,9 @@ class GatedReceiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> str:
+        raise self._keeper.origin.refuse_copy()
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "connected" if self.connected else "not connected"
         return f"<GatedReceiver {self.worker!r} of {self.endpoint}, version {self.version}, {state}>"

@@ -19,10 +19,14 @@ BackendSuite
     ``skip``
         A mapping of a case's name, with or without ``test_``, to the reason why it does not apply to this backend:
         ``skip = {"interpreter_exit": "..."}``. The reason is shown with each run.
-    ``make_endpoint(self)``
-        Gives a place that nobody uses yet, as a text that both sides can be given. The default makes up a name, or
-        takes a free port of this machine where the backend's locations are ``host:port``. Override it where a place
-        takes more than that; where ``endpoint`` has a location of its own (``"mine://there"``), all cases use that.
+    ``make_location(self)``
+        Gives a location that nobody uses yet, for each case. The default makes up a name, or takes a free port of this
+        machine where the backend's locations are ``host:port``. Override it where a location takes more than that;
+        where ``endpoint`` has one of its own (``"mine://there"``), all cases use that.
+
+    A plugin that needs any of these puts them where ``weightwire conformance mine`` finds them too: into a class
+    ``Suite`` in the module ``conformance`` of its package, beside the pytest fixtures that it asks for; its own test is
+    ``class TestMine(Suite): pass`` then.
 
 Rig
     What each case stands on (the fixture ``rig``), for further cases of your own: ``rig.updater(...)`` and

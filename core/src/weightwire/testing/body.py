@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -227,6 +228,13 @@ class Body:
         """Of the workers that are there."""
         return set(self.updater.workers)
 
+    # -- as a rank ---------------------------------------------------------------------------------------------------
+
+    def shards(self) -> dict[str, Bits]:
+        """This rank's part of what the policy acts with."""
+        state: dict[str, Any] = self.state()
+        return snapshot({name: tensor.to_local() for name, tensor in state.items()})
+
     # -- as a process ------------------------------------------------------------------------------------------------
 
     def pid(self) -> int:
@@ -234,6 +242,11 @@ class Body:
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def move(self, folder: str) -> None:
+        """Have this machine's own places, for sockets and temporary files, in a folder of this process's own."""
+        os.environ.update(XDG_RUNTIME_DIR=folder, TMPDIR=folder)
+        tempfile.tempdir = None  # which is found anew then
 
     def usage(self) -> Usage:
         return Usage.now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightwire.testing.suites.applying import ApplyingCases
 from weightwire.testing.suites.capabilities import CapabilityCases
+from weightwire.testing.suites.claims import ClaimCases
 from weightwire.testing.suites.ends import EndCases
 from weightwire.testing.suites.failures import FailureCases
 from weightwire.testing.suites.hostile import HostileCases
@@ -25,6 +26,7 @@ class BackendSuite(
     HostileCases,
     LeakCases,
     CapabilityCases,
+    ClaimCases,
     StreamCases,
     ModelCases,
 ):
@@ -35,5 +37,5 @@ class BackendSuite(
         options: options that go into the endpoint's text.
         skip: name of a case, with or without ``test_`` -> why it does not apply; shown with each run.
 
-    :meth:`make_endpoint` gives each case its place; :mod:`weightwire.testing` says when to override it.
+    :meth:`make_location` gives each case its place; :mod:`weightwire.testing` says when to override it.
     """

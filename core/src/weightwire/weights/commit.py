@@ -75,13 +75,6 @@ class Prepared:
         self.streams = streams  # devices on which the payload's memory is read
         self.ruined = False
 
-    @property
-    def plain(self) -> bool:
-        """Whether there is nothing to it but steps, on the CPU, outside of inference mode."""
-        import torch
-
-        return not (self.risky or self.call or self.streams or self.inference or torch.is_inference_mode_enabled())
-
     def done(self) -> None:
         """Let go of everything, the old tensors too, when the payload's memory is read no more. Idempotent."""
         if self.streams:
@@ -109,8 +102,9 @@ def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
     import torch
 
     last = prepared[-1]
-    if len(prepared) == 1 and last.plain and not torch._C._is_torch_function_mode_enabled():
-        _commit_plain(last, then)
+    odd = len(prepared) > 1 or last.risky or last.call or last.streams
+    if not (odd or torch._C._is_torch_function_mode_enabled()):
+        _commit_plain(last.steps, then, torch._C._InferenceMode(True))
         return
     risky = list(chain.from_iterable(one.risky for one in prepared))
     undo: list[Step] = []  # what is to be done when a step raises; empty when all are through
@@ -143,17 +137,15 @@ def commit(prepared: Sequence[Prepared], *, then: Step | None = None) -> None:
             _mend(risky, last)
 
 
-def _commit_plain(one: Prepared, then: Step | None) -> None:
-    """The usual case, in less time: nothing in it can fail, and there is no mode to be left but that of autograd."""
-    import torch
-
-    grad = torch._C._set_grad_enabled
-    back: Step = partial(grad, torch.is_grad_enabled())
-    steps = [partial(grad, False), *one.steps, back] if then is None else [partial(grad, False), *one.steps, then, back]
+def _commit_plain(steps: Sequence[Step], then: Step | None, mode: Any) -> None:
+    """The usual case, in less time: nothing in it can fail. Nor is it asked what sort of tensors are written to: the
+    inference mode lets one write to all of them, and keeps no books for autograd."""
+    leave: Step = partial(mode.__exit__, None, None, None)
+    ending = (leave,) if then is None else (then, leave)
     try:
-        deque(map(_CALL, steps), 0)
+        deque(map(_CALL, (partial(mode.__enter__), *steps, *ending)), 0)
     finally:
-        back()
+        leave()  # where a step has raised; a second time it does nothing
 
 
 _CALL = partial.__call__

@@ -47,6 +47,7 @@ class Fit:
         tensors: int,
         nbytes: int,
         inference: bool,
+        inferring: bool,
         streams: Sequence[torch.device],
     ) -> None:
         copies, swaps, self.places, self.odd = (ways[way] for way in (COPY, SWAP, PLACE, CODE))
@@ -63,7 +64,7 @@ class Fit:
         self.adapted_copies = [(n, route) for n, route in enumerate(copies) if route.adapt]
         self.adapted_swaps = [(n, route) for n, route in enumerate(swaps) if route.adapt]
         self.strides: list[tuple[int, ...]] | None = None  # of what moves, once they are known: it is always the same
-        self.special = bool(self.adapted_copies or self.adapted_swaps or self.places or self.odd or ties)
+        self.special = bool(self.adapted_copies or self.adapted_swaps or self.places or self.odd or ties or inferring)
         self.plain = self.whole and not (self.special or swaps)  # nothing but one fused copy of all views
 
 
@@ -103,6 +104,7 @@ def make_fit(
         tensors=len(pairs),
         nbytes=nbytes,
         inference=any(tensor.is_inference() for tensor in written),
+        inferring=any(slots[route.leaf].value.is_inference() for route in ways[SWAP]),
         streams=streams,
     )
 
@@ -194,7 +196,7 @@ class _Fitter:
     def _tied_alike(self, one: int, other: int) -> bool:
         """Whether the payload ties two entries as the target does its two tensors."""
         a, b = self.entry_of[one], self.entry_of[other]
-        if a.block != b.block:
+        if a.block != b.block or _flags(self.slots[one]) != _flags(self.slots[other]):
             return False
         if _geometry(self.slots[one]) == _geometry(self.slots[other]):
             return a.offset == b.offset and a.dtype == b.dtype and _strides(a) == _strides(b)
@@ -211,7 +213,7 @@ class _Fitter:
         for leaf, raw in raws:
             slot = self.slots[leaf]
             view = self.routes[leaf][1].view if leaf in self.routes else None
-            place = (raw.data_ptr() - base, raw.dtype, tuple(raw.shape), raw.stride(), slot.flips)
+            place = (raw.data_ptr() - base, raw.dtype, tuple(raw.shape), raw.stride(), slot.flips, _flags(slot))
             members.append(Member(slot.name, leaf, view, *place))
         self.ties.append(Tie(tuple(members), raws[0][1].device, replace))
 
@@ -268,6 +270,8 @@ def _way(slot: Slot, view: Tensor, *, alias: bool, private: bool) -> tuple[str, 
 
 def _replaceable(slot: Slot) -> bool:
     """Whether the slot can be given other memory."""
+    if slot.fixed:
+        return False
     if slot.kind == ARRAY:
         return isinstance(slot.place[0], MutableMapping)
     return slot.kind == PLAIN
@@ -295,6 +299,12 @@ def _geometry(slot: Slot) -> tuple[object, ...]:
     return slot.raw.data_ptr(), slot.raw.dtype, slot.raw.shape, slot.raw.stride(), slot.flips
 
 
+def _flags(slot: Slot) -> tuple[bool, bool]:
+    """Whether a tensor is a view of the conjugate, or the negative, of what lies there."""
+    assert slot.raw is not None
+    return slot.raw.is_conj(), slot.raw.is_neg()
+
+
 def _strides(entry: Entry) -> tuple[int, ...]:
     return entry.strides or dense_strides(entry.shape)
 
@@ -314,8 +324,6 @@ class _Span(NamedTuple):
 def _span(leaf: int, slot: Slot) -> _Span | None:
     raw = slot.raw
     if raw is None or not raw.numel() or overlaps_itself(raw) or raw.data_ptr() % raw.element_size():
-        return None
-    if raw.is_conj() or raw.is_neg():  # of other values than what it shares memory with
         return None
     start = raw.data_ptr()
     return _Span(str(raw.device), start, start + extent(raw.shape, raw.stride()) * raw.element_size(), leaf)
@@ -348,6 +356,7 @@ class Member(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     flips: tuple[int, ...]
+    flags: tuple[bool, bool]
 
     @property
     def stop(self) -> int:
@@ -356,7 +365,12 @@ class Member(NamedTuple):
 
     def over(self, memory: Tensor) -> Tensor:
         """The member's like, over other memory."""
-        return view(Entry("", dtype_name(self.dtype), self.shape, 0, self.offset, self.strides), memory)
+        import torch
+
+        tensor = view(Entry("", dtype_name(self.dtype), self.shape, 0, self.offset, self.strides), memory)
+        conjugate, negative = self.flags
+        tensor = torch.conj(tensor) if conjugate else tensor
+        return torch._neg_view(tensor) if negative else tensor
 
     def value(self, views: Sequence[Tensor], device: torch.device) -> Tensor | None:
         """What the payload brings for it, in its dtype."""

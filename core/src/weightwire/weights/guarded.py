@@ -63,11 +63,17 @@ def _guarded(kind: type) -> type:
         what = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
         raise OffloadedError(f"{name} is offloaded, so {what} cannot use it: reload() first")
 
-    return type(
-        f"Offloaded{kind.__name__}",
-        (kind,),
-        {"__torch_function__": classmethod(refuse), "_weightwire_was": kind, "__module__": __name__},
-    )
+    def refuse_pickle(tensor: Tensor, _: object) -> None:
+        name = object.__getattribute__(tensor, "_weightwire_away").name
+        raise OffloadedError(f"{name!r} is offloaded, so it cannot be pickled: reload() first")
+
+    members = {
+        "__torch_function__": classmethod(refuse),
+        "__reduce_ex__": refuse_pickle,
+        "_weightwire_was": kind,
+        "__module__": __name__,
+    }
+    return type(f"Offloaded{kind.__name__}", (kind,), members)
 
 
 def _flat(args: Any) -> list[Any]:

@@ -80,6 +80,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True, eq=True):
         return self.starts[-1]
 
     @cached_property
+    def used(self) -> int:
+        """Bytes of the blocks, without padding."""
+        return sum(self.sizes)
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """Name -> position in ``entries``."""
         return {entry.name: position for position, entry in enumerate(self.entries)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Union
 
 import msgspec
 
+from weightwire.calls import check_runs
 from weightwire.errors import PreflightError, WireError
 from weightwire.weights.dtypes import DTYPES, code_of
 from weightwire.weights.scaled import SCALABLE
@@ -38,10 +40,11 @@ __all__ = [
     "decode_needs",
     "encode_needs",
     "match",
+    "name_fault",
     "preflight",
 ]
 
-Select = Union[str, Sequence[str], Callable[[str], bool], None]
+Select = Union[str, Sequence[str], AbstractSet[str], Callable[[str], bool], None]
 """Globs (case matters), of which those with a leading ``!`` exclude; or a predicate; or all."""
 Rename = Union[Mapping[str, str], Callable[[str], str], None]
 """Exact names, or prefixes where the key ends with ``.`` (``{"actor.": ""}``) or is empty (``{"": "actor."}``); or a
@@ -110,7 +113,8 @@ class NameMap:
         taken = [position for position, name in enumerate(known) if self.selects(name)]
         if names and not taken:
             raise PreflightError(
-                f"select={_shown_option(self.select)} selects none of {len(names)} names{self._close(known)}"
+                f"select={_shown_option(self.select)} selects none of {len(names)} names"
+                + _close([] if callable(self.select) else self.select or (), known)
             )
         renamed: dict[str, int] = {}
         for position in taken:
@@ -120,6 +124,16 @@ class NameMap:
                 how = "occur twice" if names[other] == names[position] else "would both become one"
                 raise PreflightError(f"{names[other]!r} and {names[position]!r} {how}: {new!r}")
         return [(position, new) for new, position in renamed.items()]
+
+    def check_use(self, names: Sequence[str]) -> None:
+        """Raise :class:`~weightwire.PreflightError` where a table of renames or casts names nothing of all names."""
+        known = canonical_all(names)
+        renames = self.rename if isinstance(self.rename, dict) else {}
+        if renames and not any(_rename_of(renames, name) is not None for name in known) and "module." not in renames:
+            raise PreflightError(f"rename={renames} renames none of {len(known)} names{_close(renames, known)}")
+        casts = self.cast if isinstance(self.cast, dict) else {}
+        if casts and not any(fnmatchcase(name, pattern) for name in known for pattern in casts):
+            raise PreflightError(f"cast={casts} casts none of {len(known)} names{_close(casts, known)}")
 
     def selects(self, name: str) -> bool:
         """Whether a canonical name takes part."""
@@ -198,11 +212,6 @@ class NameMap:
             return self.cast if self.cast == "target" or _kind(dtype) == _FLOATING else ""
         return next((wanted for pattern, wanted in self.cast.items() if fnmatchcase(name, pattern)), "")
 
-    def _close(self, names: Sequence[str]) -> str:
-        patterns = [] if self.select is None or callable(self.select) else [p.lstrip("!") for p in self.select]
-        found = [n for p in patterns for n in get_close_matches(p, names[:1000], n=3, cutoff=0.5)]
-        return f"; close ones: {_listed(dict.fromkeys(found))}" if found else f", which are {_listed(names)}"
-
     def _origins(self, name: str, payload_names: Iterable[str]) -> set[str]:
         """Names that renaming would turn into ``name``."""
         if self.rename is None:
@@ -236,7 +245,10 @@ def _kind(dtype: str) -> int:
 
 def _read_select(select: Select) -> tuple[str, ...] | Callable[[str], bool] | None:
     if select is None or callable(select):
+        check_runs(select, "select")  # what it returns is true
         return select
+    if not isinstance(select, Iterable):
+        raise PreflightError(f"select={select!r}: globs, or a function of a name, are wanted")
     patterns = (select,) if isinstance(select, str) else tuple(select)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PreflightError(f"select={select!r}: patterns are str")
@@ -256,6 +268,8 @@ def _read_cast(cast: Cast) -> str | dict[str, str] | None:
     if cast is None:
         return None
     if isinstance(cast, Mapping):
+        if not all(isinstance(pattern, str) for pattern in cast):
+            raise PreflightError(f"cast={cast!r}: patterns are str")
         return {canonical(pattern): _read_dtype(dtype) for pattern, dtype in cast.items()}
     return _read_dtype(cast)
 
@@ -280,10 +294,35 @@ def _is_prefix(key: str) -> bool:
 
 
 def _rename_by_table(table: Mapping[str, str], name: str) -> str:
+    key = _rename_of(table, name)
+    return name if key is None else table[key] + (name[len(key) :] if _is_prefix(key) else "")
+
+
+def _rename_of(table: Mapping[str, str], name: str) -> str | None:
+    """The key that a name is renamed by."""
     if name in table and not _is_prefix(name):
-        return table[name]
-    prefix = max((key for key in table if _is_prefix(key) and name.startswith(key)), key=len, default=None)
-    return name if prefix is None else table[prefix] + name[len(prefix) :]
+        return name
+    return max((key for key in table if _is_prefix(key) and name.startswith(key)), key=len, default=None)
+
+
+def _close(patterns: Iterable[str], names: Sequence[str]) -> str:
+    found = [n for p in patterns for n in get_close_matches(p.lstrip("!"), names[:1000], n=3, cutoff=0.5)]
+    return f"; close ones: {_listed(dict.fromkeys(found))}" if found else f", which are {_listed(names)}"
+
+
+def name_fault(name: str) -> str:
+    """Why no payload could have a tensor of this name; empty where one could."""
+    from weightwire.wire import MAX_NAME
+
+    if name.isprintable() and len(name) * 4 <= MAX_NAME:
+        return ""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        return "a lone surrogate in its name, which is no text"
+    if any(letter < " " or "\x7f" <= letter <= "\x9f" for letter in name):
+        return "a control character in its name"
+    return f"a name of {size} bytes, which is longer than {MAX_NAME}" if size > MAX_NAME else ""
 
 
 def _shown_option(option: object) -> str:
@@ -352,6 +391,8 @@ def match(layout: Layout, needs: Needs, *, subset: bool = False) -> Match:
     Raises :class:`~weightwire.PreflightError` where select or rename themselves cannot work on this payload.
     """
     before = list(layout.names)
+    if not subset:
+        needs.map.check_use(before)
     selected = needs.map.apply(before)
     new = [name for _, name in selected]
     theirs, ours, bare = _best_fit(new, needs.names)

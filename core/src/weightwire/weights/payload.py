@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,14 @@ from weightwire.transport import Header, Version
 from weightwire.weights.arrays import array_of
 from weightwire.weights.blocks import Reader
 from weightwire.weights.dtypes import torch_dtype
-from weightwire.weights.layout import ALIGNMENT
+from weightwire.weights.layout import ALIGNMENT, view
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from weightwire.weights.layout import Layout
+    from weightwire.weights.pieces import Piece, Want
     from weightwire.weights.source import State
     from weightwire.weights.windows import Window
 
@@ -32,7 +33,7 @@ class Payload:
     gathered as they are read. Read all bytes exactly once, with *one* of
 
     * :meth:`pack`, into memory of your own, whole or range by range in ascending order;
-    * :meth:`tensors`, block by block, for engines that take arrays as they are;
+    * :meth:`tensors`, block by block, for engines that take arrays as they are, or :meth:`parts` of them;
     * :meth:`entries`, typed, for a receiver that is right here.
 
     Then ask for :attr:`header` (or :meth:`header_bytes`), and only when the version becomes visible to workers: from
@@ -56,7 +57,7 @@ class Payload:
         base: Version | None = None,
         metadata: bytes = b"{}",
         digest: bool = False,
-        gather: Callable[[Payload, int, Tensor], Tensor] | None = None,
+        gather: Callable[[State, Sequence[Want]], Iterator[Piece]] | None = None,
     ) -> None:
         self.layout = state.layout
         self.stamp = stamp
@@ -70,13 +71,25 @@ class Payload:
         self._plan = state.plan
         self._hash = _Hash(state.layout) if digest else None
         self._header: Header | None = None
-        self._reader = Reader(None if gather is None else partial(gather, self))
+        self._reader = Reader(
+            state.plan.blocks, state.tensors, state.layout, None if gather is None else partial(gather, state)
+        )
         self._cut: tuple[int, Tensor] | None = None  # a block that is being handed out in parts, and its bytes
 
     @property
     def devices(self) -> frozenset[torch.device]:
         """The devices, other than the CPU, that the tensors lie on."""
         return self._plan.devices
+
+    @property
+    def sharded(self) -> bool:
+        """Whether some of it is made or gathered only when it is read: to hold much of it at a time costs memory."""
+        return any(block.gathered for block in self._plan.blocks)
+
+    @property
+    def independent(self) -> bool:
+        """Whether ranges of it that end between blocks may be packed in any order, by several threads at once."""
+        return self._hash is None and self._plan.independent
 
     @property
     def header(self) -> Header:
@@ -109,10 +122,10 @@ class Payload:
         import torch
 
         stop = self.nbytes if stop is None else stop
-        _check(out, start, stop, self.nbytes)
         with torch._C.DisableTorchFunctionSubclass():
             self._write(self._plan.windows.of(out, start, stop))
-        _synchronise(self._plan.devices | {out.device})
+        if self._plan.devices or not out.is_cpu:
+            _synchronise(self._plan.devices | {out.device})
         if self._hash:
             self._hash.add_range(out, start, stop)
 
@@ -137,38 +150,61 @@ class Payload:
 
         It holds what it should for as long as it is held, at most until ``stage`` returns.
         """
+        return self.parts(max(self.nbytes, ALIGNMENT))
+
+    def parts(self, size: int) -> Iterator[Tensor]:
+        """As :meth:`tensors`; but a block that is gathered from several ranks, and is larger than ``size`` bytes, comes
+        in parts of as many, so that nobody has to have all of it. ``size`` is rounded down to a multiple of 64."""
         import torch
 
+        size -= size % ALIGNMENT
         for number, block in enumerate(self._plan.blocks):
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-                flat = block.flat(self._tensors, self._reader).cpu()
-            if self._hash:
-                self._hash.add_block(number, flat)
-            yield flat
+            nbytes = self.layout.sizes[number]
+            step = size if block.gathered else max(nbytes, 1)
+            for start in range(0, max(nbytes, 1), step):
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    if block.gathered:
+                        flat = self._gathered(number, start, min(start + step, nbytes)).cpu()
+                    else:
+                        flat = block.flat(self._tensors, self._reader).cpu()
+                if self._hash:
+                    self._hash.add_block(number, start, flat)
+                yield flat
+                del flat
 
     def entries(self) -> list[Tensor]:
         """The caller's tensors, typed, in the order of ``layout.entries``: to be copied from at once, never kept.
 
-        They may be Parameters, and require grad.
+        They may be Parameters, and require grad. What is gathered is there as a whole.
         """
-        import torch
-
         if self._hash:
             for _ in self.tensors():
                 pass
         if not self._plan.unusual:
-            return list(self._tensors)
+            return self._tensors
+        import torch
+
         tensors = list(self._tensors)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            whole = {
+                number: self._gathered(number, 0, self.layout.sizes[number])
+                for number, block in enumerate(self._plan.blocks)
+                if block.gathered
+            }
             for position in self._plan.unusual:
-                dtype = torch_dtype(self.layout.entries[position].dtype)
-                block = self._plan.blocks[self.layout.entries[position].block]
-                if block.scaled:
+                entry = self.layout.entries[position]
+                block = self._plan.blocks[entry.block]
+                if block.gathered:
+                    tensors[position] = view(entry, whole[entry.block])
+                elif block.scaled:
                     tensors[position] = block.read(self._tensors, self._reader)
-                    continue
-                whole = self._reader.gather(position, tensors[position])
-                tensors[position] = whole.to(dtype).resolve_conj().resolve_neg()
+                else:
+                    tensors[position] = tensors[position].to(torch_dtype(entry.dtype)).resolve_conj().resolve_neg()
         return tensors
+
+    def close(self) -> None:
+        """Nothing of the tensors is read any more. Called by the core when ``stage`` has returned or raised."""
+        self._reader.close()
 
     def phase(self, name: str) -> _Phase:
         """``with payload.phase("notify"): ...`` books the time inside under one of :data:`~weightwire.transport.PHASES`
@@ -182,13 +218,15 @@ class Payload:
 
         blocks, tensors = self._plan.blocks, self._tensors
         # Not no_grad: autograd's bookkeeping costs a fifth of copying a small tensor.
-        with torch.inference_mode():
+        with torch._C._InferenceMode(True):  # which torch.inference_mode() is a slow way to
             if window.into:
-                torch._foreach_copy_(window.into, [tensors[leaf] for leaf in window.leaves])
+                torch._foreach_copy_(window.into, list(map(tensors.__getitem__, window.leaves)))
             for number, into in window.odd:
                 into.copy_(blocks[number].read(tensors, self._reader))
             for part in window.parts:
                 part.into.copy_(self._bytes_of(part.block)[part.start : part.stop])
+            for part in window.streams:
+                self._reader.parts(part.block, part.start, part.stop, partial(_put, part.into))
         if self._cut is not None and not window.parts:
             self._cut = None
 
@@ -197,6 +235,27 @@ class Payload:
         if self._cut is None or self._cut[0] != number:
             self._cut = (number, self._plan.blocks[number].flat(self._tensors, self._reader))
         return self._cut[1]
+
+    def _gathered(self, number: int, start: int, stop: int) -> Tensor:
+        """Bytes of a gathered block: as they were gathered where they came in one piece."""
+        import torch
+
+        made: list[Tensor] = []
+
+        def put(data: Tensor, at: int) -> None:
+            if not made:
+                alone = data.numel() == stop - start
+                made.append(data if alone else torch.empty(stop - start, dtype=torch.uint8, device=data.device))
+            if made[0] is not data:
+                _put(made[0], data, at)
+
+        if start < stop:
+            self._reader.parts(number, start, stop, put)
+        return made[0] if made else torch.empty(0, dtype=torch.uint8)
+
+
+def _put(into: Tensor, data: Tensor, at: int) -> None:
+    into[at : at + data.numel()].copy_(data)
 
 
 class _Phase:
@@ -240,28 +299,18 @@ class _Hash:
             self._state.update(data[begin + first : begin + last])
         self._done = stop
 
-    def add_block(self, number: int, flat: Tensor) -> None:
-        if number == 0:
+    def add_block(self, number: int, start: int, flat: Tensor) -> None:
+        """A block, or what comes next of it: its bytes from ``start`` on."""
+        if number == start == 0:
             self._reset()
         self._state.update(array_of(flat))  # type: ignore[arg-type]
-        self._done = self._layout.starts[number + 1]
+        last = start + flat.numel() == self._layout.sizes[number]
+        self._done = self._layout.starts[number + 1] if last else self._layout.starts[number] + start + flat.numel()
 
     def digest(self) -> bytes:
         if self._done != self._layout.nbytes:
             raise RuntimeError(f"the header was asked for after {self._done} of {self._layout.nbytes} bytes were read")
         return self._state.digest()
-
-
-def _check(out: Tensor, start: int, stop: int, nbytes: int) -> None:
-    import torch
-
-    if not 0 <= start <= stop <= nbytes:
-        raise ValueError(f"bytes {start} to {stop} of a payload of {nbytes}")
-    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < stop - start:
-        raise ValueError(
-            f"bytes {start} to {stop} do not go into a tensor of {out.dtype} and shape {tuple(out.shape)}: "
-            f"flat uint8 of at least {stop - start} bytes is wanted"
-        )
 
 
 def _synchronise(devices: Iterable[torch.device]) -> None:

@@ -32,6 +32,7 @@ class Plan:
         unusual: entries whose tensor is not what is sent: to be cast, gathered, or conjugated.
         devices: other than the CPU, from which is read.
         windows: the places of blocks in memory that is packed again and again.
+        independent: whether no block is read in a way that depends on others having been read.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Plan:
         self.blocks = blocks
         self.unusual = unusual
         self.devices = devices
+        self.independent = not devices and not any(block.gathered or block.scaled for block in blocks)
         self.windows = Windows(layout, blocks)
         uses = Counter(entry.block for entry in layout.entries)
         self.tied = [position for position, entry in enumerate(layout.entries) if uses[entry.block] > 1]

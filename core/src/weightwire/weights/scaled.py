@@ -18,7 +18,7 @@ from weightwire.weights.dtypes import torch_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SCALABLE", "SUFFIX", "quantised", "scale_of", "scaled_name"]
+__all__ = ["SCALABLE", "SUFFIX", "amax_of", "quantised", "scale_of", "scale_to", "scaled_name"]
 
 SCALABLE = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 """Dtypes that can be asked for as ``"<dtype>*scale"``."""
@@ -32,12 +32,23 @@ def scaled_name(name: str) -> str:
 
 def scale_of(tensor: Tensor, dtype: str) -> Tensor:
     """One float32 number, without dimensions; 1 for what is all zeros, or empty."""
+    return scale_to(amax_of(tensor), dtype)
+
+
+def amax_of(tensor: Tensor) -> Tensor:
+    """The largest magnitude, as float32; of what is empty, 0. That of a whole is the largest of its parts'."""
     import torch
 
     if not tensor.numel():
-        return torch.ones((), device=tensor.device)
+        return torch.zeros((), device=tensor.device)
     # No look at the value, for which a device would have to be waited for.
-    amax = torch.where(tensor.isfinite(), tensor, 0).abs().amax().float()
+    return torch.where(tensor.isfinite(), tensor, 0).abs().amax().float()
+
+
+def scale_to(amax: Tensor, dtype: str) -> Tensor:
+    """The scale of a tensor with this largest magnitude."""
+    import torch
+
     scale = amax / torch.finfo(torch_dtype(dtype)).max
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weightwire.weights.dtypes import DTYPES, dtype_name, needs_bit_copy
 from weightwire.weights.guarded import is_guarded
 from weightwire.weights.layout import Entry, extent, view
+from weightwire.weights.shards import part_of
 from weightwire.weights.walk import is_dtensor
 
 if TYPE_CHECKING:
@@ -24,7 +27,9 @@ __all__ = [
     "Slot",
     "as_array",
     "bits",
+    "has_memory",
     "is_plain",
+    "like",
     "make_slot",
     "normal",
     "overlaps_itself",
@@ -46,6 +51,7 @@ class Slot(NamedTuple):
 
     ``raw`` is a plain tensor over the slot's memory, without autograd; ``None`` where there is no such thing. ``flips``
     are the dimensions along which it runs backwards against the array. ``part`` is where a shard lies in the whole.
+    ``fixed``: others may rely on its memory, which has to stay where it is.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Slot(NamedTuple):
     raw: Tensor | None
     flips: tuple[int, ...] = ()
     part: tuple[slice, ...] = ()
+    fixed: bool = False
 
     @property
     def dtype(self) -> str:
@@ -79,8 +86,7 @@ def make_slot(name: str, leaf: Any, place: tuple[Any, Any], *, replace: bool) ->
     if is_dtensor(leaf):
         return _shard_slot(name, leaf, place)
     if isinstance(leaf, torch.Tensor):
-        plain = is_plain(type(leaf)) and not (leaf.is_conj() or leaf.is_neg())
-        return _fault(leaf) or Slot(name, PLAIN if plain else ODD, leaf, place, leaf, raw_of(leaf))
+        return _fault(leaf) or _tensor_slot(name, leaf, place)
     if isinstance(leaf, np.ndarray):
         return _array_slot(name, leaf, place, replace=replace and isinstance(place[0], MutableMapping))
     if getattr(leaf, "__name__", "") == "get_extra_state" and callable(leaf):
@@ -108,26 +114,55 @@ def _fault(tensor: Tensor) -> str:
     return "" if tensor.layout is torch.strided else f"of layout {tensor.layout}, which does not travel"
 
 
+def _tensor_slot(name: str, tensor: Tensor, place: tuple[Any, Any]) -> Slot | str:
+    raw = raw_of(tensor)
+    if raw is not None and not has_memory(raw):
+        return _NO_MEMORY
+    plain = is_plain(type(tensor)) and not (tensor.is_conj() or tensor.is_neg())
+    fixed = raw is not None and _is_relied_on(tensor, raw)
+    if fixed and raw is not None and overlaps_itself(raw):
+        return _OVERLAPS
+    return Slot(name, PLAIN if plain else ODD, tensor, place, tensor, raw, fixed=fixed)
+
+
+_OVERLAPS = "over memory that others share, in which its elements overlap: nothing can be copied into it"
+_NO_MEMORY = "without memory under it: its storage is smaller than it says (freed?)"
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage is as large as the tensor says."""
+    if tensor.numel() == 0:
+        return True
+    try:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= needed
+    except RuntimeError:  # no storage at all: fake and functional tensors
+        return False
+
+
+def _is_relied_on(tensor: Tensor, raw: Tensor) -> bool:
+    """Whether the memory is a file's, or shared with other processes, who would not see the tensor move away."""
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and isinstance(tensor, tensordict.MemoryMappedTensor):
+        return True
+    return raw.is_cpu and raw.untyped_storage().is_shared()
+
+
 def _shard_slot(name: str, tensor: Any, place: tuple[Any, Any]) -> Slot | str:
     """This rank's part of a DTensor: what arrives is whole, and no other rank is asked."""
-    from torch.distributed.tensor import Replicate, Shard
-
     local = tensor.to_local().detach()
-    if fault := _fault(local):
+    if fault := _fault(local) or ("" if has_memory(local) else _NO_MEMORY):
         return fault
-    part = [slice(0, size) for size in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
-        if type(placement) is Shard:  # as `torch.chunk` cuts it, one mesh axis after the other
-            dim, count = placement.dim, tensor.device_mesh.size(axis)
-            start, stop, _ = part[dim].indices(tensor.shape[dim])
-            step = -(-(stop - start) // count)
-            first = min(start + step * tensor.device_mesh.get_local_rank(axis), stop)
-            part[dim] = slice(first, min(first + step, stop))
-        elif type(placement) is not Replicate:
-            return f"a DTensor that is placed as {placement}, of which no rank holds a plain piece: send it whole"
-    if tuple(local.shape) != tuple(piece.stop - piece.start for piece in part):
+    mesh, placements = tensor.device_mesh, tensor.placements
+    at = [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    box = part_of(tensor.shape, tuple(mesh.mesh.shape), placements, at)
+    if box is None:
+        return f"a DTensor that is placed as {placements}, of which no rank holds a plain piece: send it whole"
+    if tuple(local.shape) != tuple(stop - start for start, stop in box):
         return f"a DTensor whose part of shape {tuple(local.shape)} does not lie where its placement says"
-    return Slot(name, SHARD, tensor, place, tensor, local, part=tuple(part))
+    part = tuple(slice(start, stop) for start, stop in box)
+    return Slot(name, SHARD, tensor, place, tensor, local, part=part)
 
 
 @cache
@@ -158,6 +193,8 @@ def _array_slot(name: str, array: np.ndarray[Any, Any], place: tuple[Any, Any], 
     import torch
 
     kind = array.dtype.name
+    fixed = _is_view_of_others(array)
+    replace = replace and not fixed
     if isinstance(array, np.ma.MaskedArray):
         return "a masked array, whose mask would stay"
     if not array.dtype.isnative:
@@ -178,7 +215,21 @@ def _array_slot(name: str, array: np.ndarray[Any, Any], place: tuple[Any, Any], 
         tensor = torch.from_numpy(seen.view(f"u{array.itemsize}")).view(getattr(torch, kind))
     else:
         tensor = torch.from_numpy(seen)
-    return Slot(name, ARRAY, array, place, tensor, tensor, flips)
+    if fixed and overlaps_itself(tensor):
+        return _OVERLAPS
+    return Slot(name, ARRAY, array, place, tensor, tensor, flips, fixed=fixed)
+
+
+def _is_view_of_others(array: np.ndarray[Any, Any]) -> bool:
+    """Whether an array is more than its numbers: of a class of its own, or over a file or shared memory."""
+    import numpy as np
+
+    if type(array) is not np.ndarray:
+        return True
+    base: Any = array
+    while hasattr(base, "base"):
+        base = base.base
+    return isinstance(base, (mmap.mmap, memoryview))
 
 
 def as_array(tensor: Tensor, like: np.ndarray[Any, Any], *, writable: bool) -> np.ndarray[Any, Any]:
@@ -208,6 +259,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype, shape and device hold the same bits, signs of zeros and NaNs included."""
     import torch
 
+    one, other = one.resolve_conj().resolve_neg(), other.resolve_conj().resolve_neg()
     if needs_bit_copy(one.dtype):
         one, other = bits(one), bits(other)
     return torch.equal(_bytes(one), _bytes(other))
@@ -222,10 +274,22 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def normal(tensor: Tensor) -> Tensor:
     """The same memory, seen by a tensor that takes part in autograd although it was made in inference mode."""
+    return _anew(tensor) if tensor.is_inference() else tensor
+
+
+def like(tensor: Tensor, leaf: Tensor) -> Tensor:
+    """The same memory, seen by an inference tensor where ``leaf`` is one, else by none: what can become its data."""
     import torch
 
-    if not tensor.is_inference():
+    if tensor.is_inference() == leaf.is_inference():
         return tensor
+    with torch._C._InferenceMode(leaf.is_inference()):
+        return _anew(tensor)
+
+
+def _anew(tensor: Tensor) -> Tensor:
+    import torch
+
     size, shape, strides = tensor.element_size(), tuple(tensor.shape), tensor.stride()
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (extent(shape, strides) * size,), (1,))

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weightwire.calls import check_ran, check_runs
 from weightwire.errors import PreflightError, WireError
 from weightwire.weights.dtypes import DTYPES, dtype_name
 from weightwire.weights.guarded import is_guarded, stand_in
+from weightwire.weights.hidden import Hidden, hidden
 from weightwire.weights.layout import extent
-from weightwire.weights.lora import is_deferred, merged
-from weightwire.weights.names import SHOWN, NameMap
+from weightwire.weights.lora import is_deferred, made_of, merged
+from weightwire.weights.names import SHOWN, NameMap, canonical, canonical_all
 from weightwire.weights.plan import Plan, make_plan
 from weightwire.weights.scaled import scaled_name
-from weightwire.weights.walk import Guard, Signature, Trail, Walk, is_dtensor, is_state, names_of, signature, walk
+from weightwire.weights.slots import has_memory
+from weightwire.weights.walk import (
+    Guard,
+    Signature,
+    Trail,
+    Walk,
+    is_dtensor,
+    is_state,
+    names_of,
+    not_weights,
+    signature,
+    walk,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +44,7 @@ class State(NamedTuple):
     """What is sent: the caller's own tensors, not yet read, in the order of the layout's entries."""
 
     plan: Plan
-    tensors: Sequence[Tensor]
+    tensors: list[Tensor]
 
     @property
     def layout(self) -> Layout:
@@ -55,6 +69,11 @@ class Source:
     ) -> None:
         """``sharded``: tensors that are spread over ranks can be gathered while they are sent."""
         self._weights = weights
+        self._calls = callable(weights) and not is_state(weights)  # the function that returns them
+        if self._calls:
+            check_runs(weights, "the source")
+        elif weights is not None and not is_state(weights):
+            raise not_weights(weights)
         self._sharded = sharded
         self._options = (select, rename, cast)
         self._narrowed: dict[Any, Source] = {}
@@ -70,50 +89,61 @@ class Source:
         """
         import torch
 
-        if select is not None:
-            return self._narrow(select).extract(weights, merge=merge)
         mine = weights is None
+        calls = self._calls if mine else callable(weights) and not is_state(weights)
         if mine:
             weights = self._weights
-        if callable(weights) and not is_state(weights):
+        if calls:
             mine, weights = False, weights()
+            check_ran(weights, "the source")
         if merge:
             with torch.no_grad():
-                return self._build(walk(merged(weights)), keep=False)
+                mine, weights = False, merged(weights)
         found = self._trail.walk() if mine else walk(weights)
-        for known in self._known:
+        source = self if select is None else self._narrow(select, found)
+        for known in source._known:
             tensors = known.look(found)
             if tensors is not None:
                 return State(known.plan, tensors)
+        beside = hidden(weights)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return self._build(found)
+            return source._build(found, beside, whole=mine and source is self)
 
-    def _narrow(self, select: Select) -> Source:
-        """A source of the same weights that takes less of them; the same one for the same ``select``."""
-        key = tuple(select) if isinstance(select, list) else select
-        known = self._narrowed.get(key)
+    def _narrow(self, select: Select, found: Walk) -> Source:
+        """A source that takes less: the same one for the same patterns, or for a predicate that takes the same."""
+        mine, more = self._map, NameMap(select)
+        selects: Callable[[str], bool] = more.selects
+        if callable(more.select):  # often a lambda, which is another one each time, and may see something else, too
+            chosen = frozenset(filter(selects, canonical_all(names_of(found.trace))))
+            selects, key = chosen.__contains__, chosen
+        else:
+            key = frozenset(more.select or ())
+        known = self._narrowed.get((callable(more.select), key))
         if known is None:
-            mine, more = self._map, NameMap(select)
 
             def both(name: str) -> bool:
-                return mine.selects(name) and more.selects(name)
+                return mine.selects(name) and selects(name)
 
             both.__qualname__ = repr(select)  # how errors show it
             _, rename, cast = self._options
             while len(self._narrowed) > _KEPT:
                 del self._narrowed[next(iter(self._narrowed))]
-            known = Source(self._weights, select=both, rename=rename, cast=cast, sharded=self._sharded)
-            self._narrowed[key] = known
+            known = Source(select=both, rename=rename, cast=cast, sharded=self._sharded)
+            self._narrowed[callable(more.select), key] = known
         return known
 
-    def _build(self, found: Walk, *, keep: bool = True) -> State:
+    def _build(self, found: Walk, beside: Sequence[tuple[str, Hidden]], *, whole: bool) -> State:
         trace, leaves, _ = found
         names = names_of(trace)
-        if not names:
+        if whole:
+            self._map.check_use(names)
+        beside = [(name, leaf) for name, leaf in beside if self._map.selects(canonical(name))]
+        if not names and not beside:
             raise PreflightError("the weights are empty: there is not a single tensor in them")
         chosen = self._map.apply(names)
         positions = [position for position, _ in chosen]
-        tensors = _tensors([(names[position], leaves[position]) for position in positions], sharded=self._sharded)
+        taken = [(names[position], leaves[position]) for position in positions]
+        tensors = _tensors([*taken, *beside], sharded=self._sharded)
         sent = [name for _, name in chosen]
         dtypes = [self._map.dtype(names[p], dtype_name(tensor.dtype)) for p, tensor in zip(positions, tensors)]
         scaled: list[str] = []
@@ -129,8 +159,6 @@ class Source:
             _ = plan.layout.wire  # refuses what no backend could send: names with line breaks, a hundred dimensions
         except WireError as exc:
             raise PreflightError(f"these weights cannot be sent: {exc}") from exc
-        if not keep:
-            return State(plan, tensors)
         others = [known for known in self._known if known.plan is not plan and known.trace != trace]
         self._known = [_Known(plan, found, positions, tensors), *others[:_KEPT]]
         return State(plan, tensors)
@@ -167,6 +195,7 @@ class _Known:
         self._positions = None if positions == list(range(len(leaves))) else positions
         self._odd = [n for n, position in enumerate(positions) if not _is_tensor(leaves[position])]
         self._sharded = [n for n, tensor in enumerate(tensors) if is_dtensor(tensor)]
+        self._deferred = [n for n, tensor in enumerate(tensors) if is_deferred(tensor)]
         self._specs = _specs(tensors, self._sharded)
         self._bits = _bits(tensors, plan.tied)
         self._signature: Signature = signature(self._local(tensors), strides=bool(plan.tied))
@@ -202,7 +231,7 @@ class _Known:
             strides = list(map(torch.Tensor.stride, tensors))
         except RuntimeError:
             return False
-        if self.plan.tied or found[1:] != self._signature[1:] or not all(map(_has_memory, tensors)):
+        if self.plan.tied or found[1:] != self._signature[1:] or not all(map(has_memory, tensors)):
             return False
         if {tensor.device for tensor in tensors if tensor.device.type != "cpu"} != self.plan.devices:
             return False
@@ -217,11 +246,14 @@ class _Known:
         return True
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        if not self._sharded:
+        """Tensors that have memory, from which the others are made."""
+        if not self._sharded and not self._deferred:
             return tensors
         tensors = list(tensors)
         for n in self._sharded:
             tensors[n] = tensors[n]._local_tensor  # type: ignore[attr-defined]
+        for n in self._deferred:
+            tensors[n] = made_of(tensors[n])
         return tensors
 
 
@@ -274,6 +306,8 @@ def _tensor(leaf: Any) -> Tensor | str:
         state = leaf()
         kind = type(state).__qualname__
         return state if isinstance(state, torch.Tensor) else f"extra state that is no tensor but a {kind}: {_LEAVE_OUT}"
+    if isinstance(leaf, Hidden):
+        return f"{leaf}: {_LEAVE_OUT}; where it is tensors, weights=policy.state_dict sends them"
     if isinstance(leaf, (bool, int, float, complex, np.generic)):
         return f"a {type(leaf).__qualname__}, not a tensor: torch.tensor(x) makes one of it"
     return f"a {type(leaf).__qualname__}, not a tensor: {_LEAVE_OUT}"
@@ -333,26 +367,14 @@ def _fault(tensor: Tensor, *, sharded: bool) -> str:
     if is_dtensor(tensor):
         return _sharding_fault(tensor, sharded=sharded)
     kind = type(tensor).__qualname__
-    return "" if _has_memory(tensor) else f"a {kind} without memory under it (offloaded, or made of others?)"
+    return "" if has_memory(tensor) else f"a {kind} without memory under it (offloaded, or made of others?)"
 
 
 def _sharding_fault(tensor: Any, *, sharded: bool) -> str:
     spread = tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements)
     if sharded or not spread:
-        return "" if _has_memory(tensor._local_tensor) else "a DTensor without memory under it"
+        return "" if has_memory(tensor._local_tensor) else "a DTensor without memory under it"
     return (
         f"a DTensor spread over {tensor.device_mesh.size()} ranks, of which nobody knew when the updater was made: "
         "make the updater with the sharded module itself, on every rank"
     )
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the storage is as large as the tensor says."""
-    if tensor.numel() == 0:
-        return True
-    try:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-        return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= needed
-    except RuntimeError:  # no storage at all: fake and functional tensors
-        return False

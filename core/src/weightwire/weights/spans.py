@@ -52,7 +52,7 @@ def span_of(leaf: int, tensor: Tensor, sent: str, scaled: str = "") -> Span:
         shape = shape if sent == scaled else ()
         return Span(leaf, key, "", 0, 0, 0, False, dtype, sent, shape, (), True, whole, True, scaled)
     if is_deferred(tensor):
-        return Span(leaf, (~leaf,), "", 0, 0, 0, False, dtype, sent, shape, (), True, True, True)
+        return Span(leaf, (id(tensor), sent), "", 0, 0, 0, False, dtype, sent, shape, (), True, True, True)
     if is_dtensor(tensor):
         local = tensor._local_tensor  # type: ignore[attr-defined]
         spec = (tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]

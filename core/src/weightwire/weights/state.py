@@ -12,8 +12,10 @@ from weightwire.errors import PreflightError
 from weightwire.weights.commit import Prepared, Risky, Step
 from weightwire.weights.dtypes import dtype_name, needs_bit_copy
 from weightwire.weights.fit import Fit, Route, make_fit, sharing
+from weightwire.weights.guarded import is_guarded
+from weightwire.weights.hidden import hidden
 from weightwire.weights.layout import Layout
-from weightwire.weights.names import SHOWN, NameMap, Needs, canonical_all, encode_needs, match
+from weightwire.weights.names import SHOWN, NameMap, Needs, canonical_all, encode_needs, match, name_fault
 from weightwire.weights.slots import (
     ARRAY,
     EXTRA,
@@ -21,8 +23,8 @@ from weightwire.weights.slots import (
     Slot,
     as_array,
     bits,
+    like,
     make_slot,
-    normal,
     quietly,
     raw_of,
     same_bits,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["StateTarget"]
 
 Place = tuple[Any, Any]  # container and key
+Use = tuple[bool, bool, "list[int] | None"]
+"""What a fit depends on beside layout and target: whether the payload is a subset, whether its memory may be written
+to, and the views' devices, where it is not known that they are all on the CPU."""
 
 
 class StateTarget(Target):
@@ -61,10 +66,11 @@ class StateTarget(Target):
     def needs(self) -> bytes:
         return encode_needs(self._seen.needs)
 
-    def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
+    def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
         import torch
 
-        use = _Use(header.base is not None, writable, list(map(torch.Tensor.get_device, views)))
+        devices = None if on_host else list(map(torch.Tensor.get_device, views))
+        use = (header.base is not None, writable, devices)
         places: list[Place] = []
         found = walk(self.weights, places) if self._seen.special else self._trail.walk()
         fit = self._seen.fit(header.layout, use) if self._seen.holds(found) else None
@@ -75,7 +81,7 @@ class StateTarget(Target):
             return Prepared(
                 tensors=fit.tensors,
                 nbytes=fit.nbytes,
-                steps=[partial(torch._foreach_copy_, fit.into, list(views))],
+                steps=[partial(torch._foreach_copy_, fit.into, views)],
                 inference=fit.inference,
                 streams=fit.streams,
             )
@@ -109,17 +115,18 @@ class StateTarget(Target):
             return None
         return quietly(partial(_flat, raw))
 
-    def _make_fit(self, layout: Layout, use: _Use, views: Sequence[Tensor]) -> Fit:
+    def _make_fit(self, layout: Layout, use: Use, views: Sequence[Tensor]) -> Fit:
         """Look closely at the target, and work out how the payload goes into it."""
+        subset, writable, _ = use
         self._trail = Trail(self.weights)  # which may have kept to another order of the same names
         seen, slots = _survey(self.weights, self._names, alias=self._alias)
         if seen.look == self._seen.look and seen.trace == self._seen.trace and seen.types == self._seen.types:
             seen = self._seen
-        pairs, difference = match(layout, seen.needs, subset=use.subset)
+        pairs, difference = match(layout, seen.needs, subset=subset)
         if difference:
             raise PreflightError(difference.message())
         self._seen = seen
-        buffers = set() if use.writable else {id(module._buffers) for module in _modules(self.weights)}
+        buffers = set() if writable else {id(module._buffers) for module in _modules(self.weights)}
         leaves = [(entry, seen.leaf_of[need]) for entry, need in pairs]
         fit = make_fit(
             layout, leaves, slots, views, alias=self._alias, private=lambda slot: id(slot.place[0]) in buffers
@@ -155,14 +162,6 @@ def _modules(state: Any) -> Iterator[Module]:
 # -- how the target looks --------------------------------------------------------------------------------------------
 
 
-class _Use(NamedTuple):
-    """What a fit depends on beside layout and target: ``devices`` are the views'."""
-
-    subset: bool
-    writable: bool
-    devices: list[int]
-
-
 class _Look(NamedTuple):
     """Everything by which a change of the target shows that names and types do not show."""
 
@@ -191,7 +190,7 @@ class _Seen:
         )
         self.look = _Look(signature(self._tensors(found.leaves)), *self._rest(found.leaves))
         self._guard = Guard()
-        self._fits: dict[int, tuple[Layout, _Use, Fit]] = {}
+        self._fits: dict[int, tuple[Layout, Use, Fit]] = {}
 
     def holds(self, found: Walk) -> bool:
         """Whether the target still looks as it did."""
@@ -235,11 +234,11 @@ class _Seen:
                 facts[place] = (id(array), array.shape, array.strides, array.dtype)
         return _Look(look, facts, self.look.others)
 
-    def fit(self, layout: Layout, use: _Use) -> Fit | None:
+    def fit(self, layout: Layout, use: Use) -> Fit | None:
         known = self._fits.get(id(layout))
         return known[2] if known is not None and known[0] is layout and known[1] == use else None
 
-    def keep(self, layout: Layout, use: _Use, fit: Fit) -> None:
+    def keep(self, layout: Layout, use: Use, fit: Fit) -> None:
         if len(self._fits) >= _KEPT:
             self._fits.clear()
         self._fits[id(layout)] = (layout, use, fit)
@@ -276,10 +275,18 @@ def _survey(weights: Any, names: NameMap, *, alias: bool) -> tuple[_Seen, dict[i
         slot = make_slot(name, value, places[leaf], replace=alias)
         if isinstance(slot, Slot) and slot.kind != EXTRA and again.leaves[leaf] is not value:
             slot = "made anew each time that it is looked at, so that what is written into it is lost"
+        if fault := name_fault(name):
+            slot = fault
         if isinstance(slot, Slot):
             slots[leaf] = slot
         elif not names.excuses(name):
-            faults.append(f"  {name}: {slot}")
+            faults.append(f"  {name if name.isprintable() else ascii(name)}: {slot}")
+    if not any(map(is_guarded, found.leaves)):  # which could not be read
+        faults += [
+            f'  {name}: {what}: select=["!name"] leaves it as it is; a function can take all tensors and load them'
+            for name, what in hidden(weights)
+            if not names.excuses(name)
+        ]
     if faults:
         more = [f"  and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
         raise PreflightError("\n".join(["the target has what cannot be updated:", *faults[:SHOWN], *more]))
@@ -348,11 +355,11 @@ class _Work:
         """What few targets need: casts, other devices, memory shared in ways of their own, arrays, the user's code."""
         _adapt(values, self.fit.adapted_copies)
         _adapt(fresh, self.fit.adapted_swaps)
-        fresh[:] = map(normal, fresh)
+        fresh[:] = map(like, fresh, map(self.leaves.__getitem__, self.fit.moving))
         for tie in self.fit.ties:
             for leaf, tensor in tie.solve(self.views, self._now):
                 if leaf in self.seen.columns:
-                    self.moved[leaf] = tensor
+                    self.moved[leaf] = like(tensor, self.leaves[leaf])
                 else:
                     self._place(leaf, tensor, writable=True)
         for route in self.fit.places:

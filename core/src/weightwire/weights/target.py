@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from weightwire.calls import check_ran, check_runs
 from weightwire.errors import PreflightError
 from weightwire.weights.commit import Prepared, Step
 from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
@@ -41,8 +42,9 @@ class Target(ABC):
         """What the trainer may check a payload against, encoded; empty where only :meth:`prepare` can tell."""
 
     @abstractmethod
-    def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
-        """Make a payload ready to be committed. ``views``: a typed tensor for each entry of the header's layout.
+    def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
+        """Make a payload ready to be committed. ``views``: a typed tensor for each entry of the header's layout;
+        ``on_host``: all of them are known to be on the CPU.
 
         A full version and the subset on top of it may be prepared one after the other and committed as one.
 
@@ -83,7 +85,8 @@ def make_target(
     if is_state(weights):
         return StateTarget(weights, names, alias=apply == "alias")
     if callable(weights):
-        return CallableTarget(weights, names)
+        check_runs(weights, "the target")
+        return CallableTarget(weights, names, alias=apply == "alias")
     raise PreflightError(
         "a target is a Module, a TensorDict, a mapping of names to tensors, a function that takes one, or None; "
         f"not a {type(weights).__qualname__}"
@@ -118,21 +121,36 @@ class _Taken:
 
 
 class CallableTarget(Target):
-    """Hands all named tensors to a function, in one call. When that raises, what it has done is unknown."""
+    """Hands all named tensors to a function, in one call. When that raises, what it has done is unknown.
+
+    They are the function's, to keep and to write to: copies, where others read the same memory. With ``alias`` they are
+    the memory itself.
+    """
 
     keeps_views = True
 
-    def __init__(self, function: Callable[[Mapping[str, Tensor]], object], names: NameMap) -> None:
+    def __init__(
+        self, function: Callable[[Mapping[str, Tensor]], object], names: NameMap, *, alias: bool = False
+    ) -> None:
         self.weights = function
         self._names = names
+        self._alias = alias
 
     def needs(self) -> bytes:
         return b""
 
-    def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
+    def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
         taken = _Taken(header.layout, self._names)
-        tensors = quietly(partial(taken.cast, views))
-        return Prepared(tensors=len(tensors), nbytes=taken.nbytes, call=(self.weights, tensors))
+        if writable or self._alias:
+            tensors = quietly(partial(taken.cast, views))
+            return Prepared(tensors=len(tensors), nbytes=taken.nbytes, call=(self._call, tensors))
+        tensors = quietly(partial(_own, header.layout, taken, views))
+        read = list({view.device for view in views if not view.is_cpu})
+        call = (self._call, tensors)
+        return Prepared(tensors=len(tensors), nbytes=taken.nbytes, call=call, keep=views, streams=read)
+
+    def _call(self, tensors: Mapping[str, Tensor]) -> None:
+        check_ran(self.weights(tensors), "the target")
 
 
 class OwnedWeights(Mapping[str, "Tensor"]):
@@ -172,7 +190,7 @@ class OwnedTarget(Target):
     def needs(self) -> bytes:
         return b""
 
-    def prepare(self, header: Header, views: Sequence[Tensor], *, writable: bool = True) -> Prepared:
+    def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
         taken = _Taken(header.layout, self._names)
         find = self._whole if header.base is None else self._part
         tensors, steps = quietly(partial(find, header, taken, views))

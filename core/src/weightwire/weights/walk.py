@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import attrgetter, getitem, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,10 +26,12 @@ __all__ = [
     "Signature",
     "Trail",
     "Walk",
+    "is_data_parallel",
     "is_dtensor",
     "is_state",
     "leaves",
     "names_of",
+    "not_weights",
     "signature",
     "walk",
 ]
@@ -66,13 +68,18 @@ def walk(state: Any, places: list[tuple[Any, Any]] | None = None) -> Walk:
         elif is_state(state):
             walker.mapping(state)
         else:
-            raise PreflightError(
-                "weights are a Module, a TensorDict, a mapping with names as keys, or a function that returns one of "
-                f"these; not a {type(state).__qualname__}"
-            )
+            raise not_weights(state)
     except RecursionError:
         raise PreflightError("the weights are nested too deeply, or contain themselves") from None
     return Walk(walker.trace, walker.leaves, list(map(type, walker.leaves)))
+
+
+def not_weights(value: Any) -> PreflightError:
+    """What to raise of a value that can be no weights."""
+    return PreflightError(
+        "weights are a Module, a TensorDict, a mapping with names as keys, or a function that returns one of these; "
+        f"not a {type(value).__qualname__}"
+    )
 
 
 def leaves(state: Any) -> list[tuple[str, Any]]:
@@ -144,12 +151,11 @@ class _Tree:
 
     def __init__(self, root: Module, found: Walk) -> None:
         self._found = found._replace(leaves=[])  # keeps no tensor alive
-        self._modules = list(_unfolded(root))
-        self._parameters = list(map(_PARAMETERS, self._modules))
-        owners: list[dict[str, Any]] = [
-            owner for module in self._modules for owner in (module._parameters, module._buffers)
-        ]
-        levels = [module._modules for module in self._modules]
+        modules = list(_unfolded(root))
+        self._insides = list(map(vars, modules))
+        self._parameters = list(map(getitem, self._insides, _PARAMETERS))
+        owners: list[dict[str, Any]] = [owner for module in modules for owner in (module._parameters, module._buffers)]
+        levels = [module._modules for module in modules]
         # As many keys as there were, and a value under each of them: then they are the same keys.
         self._empty = [table for table in (*owners, *levels) if not table]
         self._full = [table for table in (*owners, *levels) if table]
@@ -157,12 +163,12 @@ class _Tree:
         self._owners, self._keys = _pairs(owners)
         self._levels, self._names = _pairs(levels)
         self._children = list(map(getitem, self._levels, self._names))
-        self._hidden = [module._non_persistent_buffers_set for module in self._modules if module._buffers]
+        self._hidden = [module._non_persistent_buffers_set for module in modules if module._buffers]
         self._hidden_keys = list(map(set, self._hidden))
         self._types = list(map(type, map(getitem, self._owners, self._keys)))  # among them, whether they are None
         taken = [
             value is not None and not (owner is module._buffers and key in module._non_persistent_buffers_set)
-            for module in self._modules
+            for module in modules
             for owner in (module._parameters, module._buffers)
             for key, value in owner.items()
         ]
@@ -173,14 +179,16 @@ class _Tree:
         """``None`` for what is no tree of Modules with nothing but tensors: that is walked in full each time."""
         import torch
 
-        return cls(state, found) if isinstance(state, torch.nn.Module) and "_extra_state" not in found.trace else None
+        if not isinstance(state, torch.nn.Module) or "_extra_state" in found.trace:
+            return None
+        return cls(state, found) if all("_parameters" in vars(module) for module in _unfolded(state)) else None
 
     def walk(self) -> Walk | None:
         """The leaves as they are now, or ``None`` where anything but the leaves themselves is not as it was."""
         try:
             if not (
                 all(map(is_, map(getitem, self._levels, self._names), self._children))
-                and all(map(is_, map(_PARAMETERS, self._modules), self._parameters))
+                and all(map(is_, map(getitem, self._insides, _PARAMETERS), self._parameters))
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._sizes
                 and self._hidden == self._hidden_keys
@@ -198,7 +206,7 @@ class _Tree:
 
 _WORTHWHILE = 30
 """Tokens in a trace from which on a trail is faster than a walk."""
-_PARAMETERS = attrgetter("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
+_PARAMETERS = repeat("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
 
 
 def _pairs(tables: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -250,7 +258,7 @@ class _Walker:
                 places.append((module, "_extra_state"))
         children = module._modules
         if children:
-            unseen = "module" in children and _is_data_parallel(module)
+            unseen = "module" in children and is_data_parallel(module)
             for name, child in children.items():
                 if child is not None:
                     trace += (OPEN, None if unseen else name)
@@ -262,7 +270,7 @@ class _Walker:
         import torch
 
         trace, leaves, places = self.trace, self.leaves, self.places
-        for key, value in mapping.items():
+        for key, value in mapping.items() if isinstance(mapping, dict) else self.items(mapping):
             if not isinstance(value, (torch.Tensor, np.ndarray)) and is_state(value):
                 trace += (OPEN, key)
                 if isinstance(value, torch.nn.Module):
@@ -276,8 +284,21 @@ class _Walker:
             if places is not None:
                 places.append((mapping, key))
 
+    def items(self, mapping: Any) -> list[tuple[Any, Any]]:
+        """Also of a TensorDict, which may be a stack of different ones that has no tensors as a whole."""
+        try:
+            return list(mapping.items())
+        except RuntimeError as exc:
+            name = names_of([*self.trace, "?"])[-1][:-2]
+            what = f"{name!r}" if name else "the weights"
+            raise PreflightError(
+                f"{what}: a {type(mapping).__qualname__} of which no tensors can be had ({exc}): "
+                "give its parts one by one, as a mapping"
+            ) from exc
 
-def _is_data_parallel(module: Module) -> bool:
+
+def is_data_parallel(module: Module) -> bool:
+    """Whether a Module wraps another one in a level that adds nothing to names."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     return isinstance(module, (DataParallel, DistributedDataParallel))

@@ -32,13 +32,15 @@ class Window(NamedTuple):
     """A range of the packed payload in somebody's memory.
 
     ``into`` are typed tensors for the ``leaves``, which are copied in one go. ``odd`` are whole blocks that are read
-    one by one, ``parts`` blocks that are cut, or lie where their dtype must not.
+    one by one, ``parts`` blocks that are cut, or lie where their dtype must not. ``streams`` are blocks, cut or whole,
+    that are gathered, in their order.
     """
 
     leaves: list[int]
     into: list[Tensor]
     odd: list[tuple[int, Tensor]]
     parts: list[Part]
+    streams: list[Part]
 
 
 class Windows:
@@ -53,7 +55,8 @@ class Windows:
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, int], Window]]] = {}
 
     def of(self, out: Tensor, start: int, stop: int) -> Window:
-        """The window for bytes ``start`` to ``stop`` in ``out``, a flat uint8 tensor."""
+        """The window for bytes ``start`` to ``stop`` in ``out``. ``ValueError`` where that is no flat uint8 tensor, or
+        too small."""
         key, address, all_kept = id(out), out.data_ptr(), self._kept
         kept = all_kept.get(key)
         if kept is None or kept[0]() is not out or kept[1] != address:
@@ -66,14 +69,17 @@ class Windows:
     def _make(self, out: Tensor, start: int, stop: int) -> Window:
         import torch
 
+        _check(out, start, stop, self._layout.nbytes)
         # Not a view of `out`, which would keep its object alive: another tensor over the same storage.
         flat = torch.empty(0, dtype=torch.uint8, device=out.device)
         flat.set_(out.untyped_storage(), out.storage_offset(), (stop - start,), (1,))
-        window = Window([], [], [], [])
+        window = Window([], [], [], [], [])
         for number, first, last in self._layout.within(start, stop):
             block, begin = self._blocks[number], self._layout.starts[number] - start
             into = flat[begin + first : begin + last]
-            if last - first < self._layout.sizes[number] or into.storage_offset() % DTYPES[block.written.dtype]:
+            if block.gathered:
+                window.streams.append(Part(number, first, last, into))
+            elif last - first < self._layout.sizes[number] or into.storage_offset() % DTYPES[block.written.dtype]:
                 window.parts.append(Part(number, first, last, into))
             elif block.plain:
                 window.leaves.append(block.leaf)
@@ -81,3 +87,15 @@ class Windows:
             else:
                 window.odd.append((number, bits(view(block.written, into))))
         return window
+
+
+def _check(out: Tensor, start: int, stop: int, nbytes: int) -> None:
+    import torch
+
+    if not 0 <= start <= stop <= nbytes:
+        raise ValueError(f"bytes {start} to {stop} of a payload of {nbytes}")
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous() or out.numel() < stop - start:
+        raise ValueError(
+            f"bytes {start} to {stop} do not go into a tensor of {out.dtype} and shape {tuple(out.shape)}: "
+            f"flat uint8 of at least {stop - start} bytes is wanted"
+        )

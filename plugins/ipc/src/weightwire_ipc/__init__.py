@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from typing import TYPE_CHECKING
 
@@ -36,13 +35,14 @@ def weightwire_make_sender(endpoint: Endpoint, options: IpcOptions, context: Sen
     """
     _check_platform()
     from weightwire_ipc.cuda import CudaLayer
+    from weightwire_ipc.memory import out_of_files
     from weightwire_ipc.sender import IpcSender
 
     try:
         return IpcSender(endpoint, options, context, CudaLayer() if options.device == "auto" else None)
     except OSError as exc:
-        advice = "; raise the limit (ulimit -n)" if exc.errno == errno.EMFILE else ""
-        raise WeightwireError(f"endpoint {str(endpoint)!r} cannot be opened: {exc}{advice}") from exc
+        short = out_of_files(f"endpoint {str(endpoint)!r}", exc)
+        raise short or WeightwireError(f"endpoint {str(endpoint)!r} cannot be opened: {exc}") from exc
 
 
 @hookimpl

@@ -67,8 +67,12 @@ class WriteLocks:
         return lanes
 
     def close(self) -> None:
-        """Close both descriptors. Idempotent."""
-        for fd in self.detach():
+        """Close both descriptors. Idempotent, also where Ctrl-C came up in between."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        fd, self.shared = self.shared, -1
+        if fd >= 0:
             os.close(fd)
 
     def detach(self) -> tuple[int, ...]:
@@ -93,7 +97,8 @@ class Lease:
 
     def release(self) -> None:
         """Idempotent; may be called from any thread and from a finalizer."""
-        leases, self._leases = self._leases, None
+        leases = getattr(self, "_leases", None)  # not there where its making was interrupted
+        self._leases = None
         if leases is not None:
             leases.sweep(self._slot)
 

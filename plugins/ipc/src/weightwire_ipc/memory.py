@@ -9,13 +9,14 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import struct
 from array import array
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from weightwire.errors import StorageFullError, WireError
+from weightwire.errors import StorageFullError, WeightwireError, WireError
+from weightwire_ipc.mapping import PAGE, Mapping, thicken
 
 __all__ = [
     "EPOCH",
@@ -30,13 +31,12 @@ __all__ = [
     "check_sealed",
     "map_shared",
     "memfd",
+    "out_of_files",
     "pages",
     "reopen",
     "seal",
     "unwritten",
 ]
-
-PAGE = mmap.PAGESIZE
 
 _ADD_SEALS, _GET_SEALS = 1033, 1034  # fcntl has the names only on some builds
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
@@ -80,10 +80,10 @@ def allocate(fd: int, nbytes: int, size: int = 0) -> None:
         raise StorageFullError(f"a version needs {_mib(nbytes)} of shared memory, but only {_mib(room)} are free")
     start = 0
     try:
+        os.ftruncate(fd, max(nbytes, size))
+        thicken(fd, nbytes)
         for start in range(0, nbytes, _STEP):  # in steps: a signal makes the kernel undo the one at hand
             os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
-        if size > nbytes:
-            os.ftruncate(fd, size)
     except OSError as exc:
         if exc.errno not in _NO_ROOM:
             raise
@@ -107,13 +107,24 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def map_shared(fd: int, nbytes: int) -> mmap.mmap:
+def out_of_files(what: str, exc: OSError) -> WeightwireError | None:
+    """What to raise where ``exc`` says that there are no file descriptors left; else ``None``."""
+    if exc.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return StorageFullError(
+        f"{what} needs file descriptors, and there are none left ({exc.strerror}): this process may have {limit}. "
+        "Raise the limit (ulimit -n), or close some"
+    )
+
+
+def map_shared(fd: int, nbytes: int) -> Mapping:
     """A writable mapping; only possible before :func:`seal`, and unharmed by it.
 
     Raises :class:`~weightwire.StorageFullError` where this process may not have so much address space.
     """
     try:
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return Mapping(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as exc:
         if exc.errno not in _NO_ROOM:
             raise
@@ -143,15 +154,16 @@ def check_sealed(fd: int, nbytes: int) -> None:
         raise WireError(f"a memory of {size} bytes came where a sealed one of {nbytes} was announced")
 
 
-def unwritten(mapping: mmap.mmap) -> bool:
+def unwritten(mapping: Mapping) -> bool:
     """Whether nothing was written to a copy-on-write mapping: all its pages are still the file's.
 
-    False where the kernel does not say (before Linux 6.7). Costs less than half of unmapping.
+    False where the kernel does not say (before Linux 6.7). Costs less than half of unmapping, and next to nothing where
+    the pages are huge.
     """
     found = array("Q", (0, 0, 0))  # one region: start, end, categories
-    begin = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+    begin, end = mapping.address, mapping.address + mapping.size
     wanted = _SCAN.pack(  # one page that is present or swapped, and not the file's
-        *(_SCAN.size, 0, begin, begin + len(mapping), 0, found.buffer_info()[0], 1, 1),
+        *(_SCAN.size, 0, begin, end, 0, found.buffer_info()[0], 1, 1),
         *(_FILE, _FILE, _PRESENT | _SWAPPED, _PRESENT),
     )
     try:
@@ -178,7 +190,7 @@ class Board:
         fd = memfd("weightwire-board")
         try:
             allocate(fd, _BOARD)
-            self._bytes = memoryview(map_shared(fd, _BOARD))
+            self._bytes = map_shared(fd, _BOARD).array(0, _BOARD).data
         except BaseException:
             os.close(fd)
             raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -47,8 +49,9 @@ class NamelessPlace:
             self.listener.close()
             raise EndpointInUseError(f"another updater listens at 'ipc://{location}': {exc.strerror}") from exc
 
-    def check(self) -> None:
+    def check(self) -> str:
         """Nobody can take it from us."""
+        return ""
 
     def record(self, epoch: int) -> None:
         """There is nowhere to write it down."""
@@ -92,7 +95,7 @@ class NamedPlace:
     def _acquire(self, directory: int) -> int:
         name = f"{self._name}.lock"
         while True:
-            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            lock = self._open_lock(directory, name)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -104,6 +107,24 @@ class NamedPlace:
                     return lock
             os.close(lock)  # its last owner removed it in between
 
+    def _open_lock(self, directory: int, name: str) -> int:
+        try:
+            lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        except OSError as exc:
+            if exc.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+                raise self._obstacle(name) from exc
+            raise
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            os.close(lock)
+            raise self._obstacle(name)
+        return lock
+
+    def _obstacle(self, name: str) -> EndpointInUseError:
+        return EndpointInUseError(
+            f"'ipc://{self.location}' cannot be had: {self._directory / name} is none of Weightwire's files (a "
+            "directory, link or pipe?). Remove it, or use another location."
+        )
+
     def _write(self) -> None:
         text = json.dumps({"pid": os.getpid(), "epoch": self.epoch, "started": self._started}).encode()
         os.pwrite(self._lock, text.ljust(_RECORD), 0)  # in one go: whoever dies here leaves the old epoch or the new
@@ -112,6 +133,8 @@ class NamedPlace:
     def _listen(self, directory: int) -> socket.socket:
         name = f"{self._name}.sock"
         with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                raise self._obstacle(name)
             os.unlink(name, dir_fd=directory)  # a dead updater's: we hold its lock
         listener = _socket()
         try:
@@ -123,15 +146,22 @@ class NamedPlace:
             raise
         return listener
 
-    def check(self) -> None:
-        """Raise :class:`~weightwire.StaleUpdaterError` where another updater has replaced the lock file."""
+    def check(self) -> str:
+        """Raise :class:`~weightwire.StaleUpdaterError` where another updater has replaced the lock file. What is wrong
+        where the file is gone, and so another one may come at any time; else empty."""
         path = self._lock_path
-        with suppress(FileNotFoundError):
+        try:
             if not os.path.samestat(self._lock_stat, os.lstat(path)):
                 raise StaleUpdaterError(
                     f"another updater has taken 'ipc://{self.location}' ({path} is not the lock file of this one any "
                     "more); this one must not push"
                 )
+        except FileNotFoundError:
+            return (
+                f"{path} was removed: workers that come now do not find this updater, and another one may take "
+                f"'ipc://{self.location}', after which this one's next push is refused"
+            )
+        return ""
 
     def record(self, epoch: int) -> None:
         """Versions carry a newer epoch from now on: the next owner shall go beyond it."""
@@ -167,7 +197,10 @@ class NamedPlace:
 
 
 def connect(location: str) -> tuple[socket.socket | None, str]:
-    """A connected socket, or ``None``; and where was looked, with what was found."""
+    """A connected socket, or ``None``; and where was looked, with what was found.
+
+    Raises ``OSError`` where there are no file descriptors left to look with.
+    """
     if _NAMELESS.fullmatch(location):
         sock, found = _try(_abstract(location))
         return sock, f"the nameless socket {location}: {found}"
@@ -178,6 +211,8 @@ def connect(location: str) -> tuple[socket.socket | None, str]:
             with rundir.opened(path) as directory:
                 sock, found = _try(rundir.path_in(directory, name))
         except OSError as exc:
+            if exc.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             sock, found = None, f"no such directory ({exc.strerror})"
         except WeightwireError as exc:
             sock, found = None, f"passed over: {exc}"
@@ -222,7 +257,8 @@ def _newest_elsewhere(location: str, directory: Path, name: str) -> int:
 def _look(path: Path, name: str) -> tuple[dict[str, float], bool]:
     """What a lock file in another run directory says, and whether it is held."""
     with rundir.opened(path) as directory:
-        lock = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        # A pipe in its place must not keep us waiting.
+        lock = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

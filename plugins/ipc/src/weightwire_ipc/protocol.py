@@ -292,10 +292,13 @@ class Channel:
         """Whole messages with their descriptors, oldest first. One is forgotten when the next is asked for.
 
         The descriptors are the channel's, which closes them with the message: who wants to keep one duplicates it.
-        Raises :class:`~weightwire.WireError`; the connection is then of no more use.
+        Raises :class:`~weightwire.WireError`, and ``OSError`` where there was no room for descriptors; the connection
+        is then of no more use.
         """
         while self._inbox:
             packet, ancillary, flags, _ = self._inbox[0]
+            if flags & socket.MSG_CTRUNC:
+                os.close(os.dup(self.fileno()))  # raises where they were cut off because there is no room for more
             if len(packet) < _PREFIX.size or flags & _BROKEN:
                 raise WireError(f"a packet of {len(packet)} bytes is malformed")
             serial, elsewhere = _PREFIX.unpack_from(packet)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
-import threading
 import time
-import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import torch
-from xxhash import xxh3_128_digest
 
 from weightwire import wire
 from weightwire.errors import DigestError, EndpointInUseError, WireError
@@ -33,7 +27,9 @@ from weightwire.transport import (
 from weightwire.weights.layout import Layout
 from weightwire_ipc import place
 from weightwire_ipc.leases import Lease, ReadLeases
-from weightwire_ipc.memory import HEADER, MAGIC, PAGE, BoardView, check_sealed, unwritten
+from weightwire_ipc.loans import Loans
+from weightwire_ipc.mapped import MappedSlot
+from weightwire_ipc.memory import BoardView, out_of_files
 from weightwire_ipc.protocol import (
     BURST,
     PROTOCOL,
@@ -59,10 +55,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from weightwire.transport import Version
     from weightwire_ipc.device import Layer
     from weightwire_ipc.reach import OpenArena
 
@@ -76,82 +70,6 @@ RETRY = 0.05
 """Seconds between attempts to connect."""
 _QUIET = memoryview(bytes(16)).cast("Q")
 """Stands in for the board where there is none."""
-
-
-class MappedSlot:
-    """One of the trainer's slots as this process sees it.
-
-    Two deliveries in ``copy`` mode that come from one slot lie at the same addresses: it is their ``memory``.
-    """
-
-    def __init__(self, number: int, start: int, size: int, fd: int) -> None:
-        """``fd`` stays the caller's. Raises :class:`~weightwire.WireError` where this is not what was announced."""
-        if not 0 < start < size or start % PAGE or size % PAGE:
-            raise WireError(f"slot {number} cannot be laid out like this: start {start}, size {size}")
-        check_sealed(fd, size)
-        self.number = number
-        self.start, self.size = start, size
-        self.where = 0  # of the payload of the header that was read last
-        self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        self._payload = np.frombuffer(self._memory, dtype=np.uint8, offset=start)
-        self._buffer: Tensor | None = None
-        self._spare: list[mmap.mmap] = []  # private mappings that nobody uses: no more than one is kept
-        self.fd = os.dup(fd)
-
-    def header(self, stamp: Version) -> bytes | None:
-        """The header, under a lease; ``None`` where the slot does not hold this version any more.
-
-        Raises :class:`~weightwire.DigestError`.
-        """
-        magic, length, digest, epoch, number, self.where = HEADER.unpack_from(self._memory)
-        if (epoch, number) != stamp:
-            return None
-        header = self._memory[HEADER.size : min(HEADER.size + length, self.start)]
-        if magic != MAGIC or len(header) != length or xxh3_128_digest(header) != digest:
-            raise DigestError(f"the header of version {number} in slot {self.number} is damaged")
-        return header
-
-    def map_private(self) -> mmap.mmap:
-        """A mapping of the payload of which nobody sees what is written to it (copy on write)."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            pass
-        prot = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(self.fd, self.size - self.start, flags=mmap.MAP_PRIVATE, prot=prot, offset=self.start)
-
-    def take_back(self, mapping: mmap.mmap) -> None:
-        """A private mapping that nobody looks at any more. Where it shows what the slot holds it will do so again: to
-        map anew costs a page fault for each page, and to unmap more than to ask."""
-        if self.fd >= 0 and not self._spare and unwritten(mapping):
-            self._spare.append(mapping)
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """The payload, always at the same place. To write to it would be fatal."""
-        if self._buffer is None or self._buffer.numel() != nbytes:
-            self._buffer = torch.from_numpy(np.asarray(_Unguarded(self._payload[:nbytes])))
-        return self._buffer
-
-    def copy(self, nbytes: int) -> NDArray[np.uint8]:
-        """The payload, in memory of its own."""
-        array: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()  # aligned, as we do it
-        array[:] = self._payload[:nbytes]
-        return array
-
-    def close(self) -> None:
-        """Let go of the descriptor; mappings go when the last tensor over them does. Idempotent."""
-        fd, self.fd = self.fd, -1
-        self._spare.clear()
-        if fd >= 0:
-            os.close(fd)
-
-
-class _Unguarded:
-    """A read-only array for ``torch.from_numpy``, which warns where it knows."""
-
-    def __init__(self, array: NDArray[np.uint8]) -> None:
-        self._array = array  # NumPy keeps this object with what it makes of it
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
 class Session:
@@ -252,15 +170,6 @@ class _Damaged(Delivery):
         raise self._error
 
 
-class _Lent(NamedTuple):
-    """A delivery whose memory is used without a copy, for as long as there are views of ``array``."""
-
-    array: weakref.ref[NDArray[np.uint8]]
-    lease: Lease
-    slot: MappedSlot
-    mapping: mmap.mmap
-
-
 class IpcReceiver(Receiver):
     """See :class:`weightwire.transport.Receiver`."""
 
@@ -280,12 +189,14 @@ class IpcReceiver(Receiver):
         self._words = _QUIET
         self._seen = -1
         self._look_at = 0.0
-        self._alive: dict[int, _Lent] = {}
-        self._serial = 0
+        self._loans = Loans(steady=context.steady)
         self._over = False
         self.whereabouts = f"'ipc://{location}' was not looked for yet"
         forbid(self)
-        self._connect()  # where the trainer is there already, it shall know of us before the first poll
+        try:
+            self._connect()  # where the trainer is there already, it shall know of us before the first poll
+        except OSError as exc:
+            raise self._broken(exc) from exc
 
     # -- poll --------------------------------------------------------------------------------------------------------
 
@@ -293,12 +204,20 @@ class IpcReceiver(Receiver):
         if deadline is None and self._words[0] == self._seen and time.monotonic() < self._look_at:
             return None
         self._origin.check()
-        while not self._over:
-            delivery = self._look(have)
-            if delivery is not None or self.closed or deadline is None or deadline.expired:
-                return delivery
-            self._wait(deadline)
+        try:
+            while not self._over:
+                delivery = self._look(have)
+                if delivery is not None or self.closed or deadline is None or deadline.expired:
+                    return delivery
+                self._wait(deadline)
+        except OSError as exc:
+            raise self._broken(exc) from exc
         return None
+
+    def _broken(self, exc: OSError) -> Exception:
+        """What to raise in place of an error of the system. What came over the connection may be lost by now."""
+        self._end("this process ran out of what it takes to talk to it")
+        return out_of_files(self._origin.what, exc) or exc
 
     def _look(self, have: Have) -> Delivery | None:
         """Look once, without waiting: connect, read, and hand out what is newest."""
@@ -421,6 +340,8 @@ class IpcReceiver(Receiver):
             raise
         if delivery is None:
             lease.release()
+        else:
+            delivery.alone = session.news.subset is None
         return delivery
 
     def _decode(self, data: bytes, info: SlotInfo, slot: MappedSlot) -> Header:
@@ -440,13 +361,8 @@ class IpcReceiver(Receiver):
         if not self._alias:
             return Delivery(header, buffer=slot.buffer(nbytes), memory=slot, release=lease.release)
         if nbytes <= SMALL:
-            array = slot.copy(nbytes)
-            lease.release()
-        else:
-            mapping = slot.map_private()
-            array = np.frombuffer(mapping, dtype=np.uint8)
-            self._keep_until_dead(array, _Lent(weakref.ref(array), lease, slot, mapping))
-        return Delivery(header, array=array, writable=True)
+            return self._loans.copy(slot, header, lease)
+        return self._loans.lend(slot, header, lease)
 
     def _deliver_from(self, arena: OpenArena, lease: Lease, header: Header) -> Delivery:
         """A version in device memory, which others read too and nobody may write to."""
@@ -456,17 +372,9 @@ class IpcReceiver(Receiver):
         make = self._holds.copied if self._context.trained else self._holds.aliased
         return make(arena, header, lease)
 
-    def _keep_until_dead(self, array: NDArray[np.uint8], lent: _Lent) -> None:
-        """End the lease with the last view: all of them hold ``array``."""
-        self._serial += 1
-        self._alive[self._serial] = lent
-        weakref.finalize(array, _dead, self._alive, self._serial).atexit = False
-
     def _sweep(self, session: Session) -> None:
         """End leases whose end was interrupted: the trainer would wait for them for ever."""
-        for serial, lent in list(self._alive.items()):
-            if lent.array() is None:
-                _dead(self._alive, serial)
+        self._loans.sweep()
         if self._holds is not None:
             self._holds.sweep()
         if session.leases is not None:
@@ -477,7 +385,10 @@ class IpcReceiver(Receiver):
     def report(self, event: Applied | Refused) -> None:
         session = self._session
         if session is not None and self._origin.here:
-            session.channel.send(Report(wire.encode_event(event)))
+            try:
+                session.channel.send(Report(wire.encode_event(event)))
+            except OSError as exc:
+                raise self._broken(exc) from exc
             if not session.channel.idle:
                 self._look_at = 0.0
 
@@ -487,7 +398,7 @@ class IpcReceiver(Receiver):
             return
         self._words, self._seen = _QUIET, -1
         self.connected = False
-        self._take_along()
+        self._loans.take_along()
         if self._holds is not None:
             self._holds.sweep()
         if self._session is not None:
@@ -507,37 +418,13 @@ class IpcReceiver(Receiver):
             poll.poll(deadline.remaining * 1000)
         session.close()
 
-    def _take_along(self) -> None:
-        """Weights that are still in use live on without a lease: make the pages under them this process's own."""
-        if threading.main_thread().is_alive():  # at interpreter exit nobody uses them any more
-            self._make_private()
-        for lent in list(self._alive.values()):
-            lent.lease.release()
-        self._alive.clear()
-
-    def _make_private(self) -> None:
-        for lent in list(self._alive.values()):
-            array = lent.array()
-            if array is not None:
-                page = array[::PAGE]
-                np.bitwise_or(page, 0, out=page)
-
     def before_fork(self) -> None:
         """Weights that point at a slot would change under a forked child when this process has moved on: from here on
         both have pages of their own, at the price of one copy."""
-        if self._alive:
-            self._make_private()
+        self._loans.make_private()
 
     def in_child(self) -> None:
         """In a forked child: let go of everything that tells the trainer that this worker lives."""
         self._words, self._seen = _QUIET, -1
         if self._session is not None:
             give_up(self._session.channel.detach())
-
-
-def _dead(alive: dict[int, _Lent], serial: int) -> None:
-    """The last view of a delivery has died. May run anywhere, at any time."""
-    lent = alive.pop(serial, None)
-    if lent is not None:
-        lent.lease.release()
-        lent.slot.take_back(lent.mapping)

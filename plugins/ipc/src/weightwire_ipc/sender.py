@@ -36,6 +36,7 @@ from weightwire_ipc.arenas import NONE, OPEN, SHUT, Arenas, Link
 from weightwire_ipc.device import DeviceError
 from weightwire_ipc.leases import WriteLocks
 from weightwire_ipc.memory import Board
+from weightwire_ipc.packing import Packer
 from weightwire_ipc.protocol import (
     BURST,
     PROTOCOL,
@@ -136,6 +137,7 @@ class IpcSender(Sender):
         self._logger = context.logger
         self._lock = threading.Lock()
         self._slots: dict[int, Slot] = {}
+        self._packer = Packer()
         self._next_slot = self._next_lane = 0
         self._shelf: Shelf[SlotInfo] = Shelf()
         self._announcement: _Announcement | None = None
@@ -178,7 +180,8 @@ class IpcSender(Sender):
 
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
         self._check()
-        self._place.check()
+        if fault := self._place.check():
+            self._tell_of(fault)
         if payload.stamp.epoch > self.epoch:  # the core goes beyond what a worker has
             self._place.record(payload.stamp.epoch)
             self.epoch = payload.stamp.epoch
@@ -192,7 +195,7 @@ class IpcSender(Sender):
             if there:
                 where = self._write_there(slot, payload, here=here)
             else:
-                payload.pack(slot.out(nbytes))
+                self._packer.pack(payload, slot.out(nbytes), slot.part)
                 where = 1
             slot.write_header(payload.stamp, payload.header_bytes(), where)
         finally:
@@ -229,7 +232,7 @@ class IpcSender(Sender):
                 arena = self._arenas.equip(slot)
         except DeviceError as exc:
             self._tell_of("this version goes through the host", exc)
-            payload.pack(slot.out(payload.nbytes))
+            self._packer.pack(payload, slot.out(payload.nbytes), slot.part)
             return 1
         packed = arena.out(payload.nbytes)
         payload.pack(packed)  # when it returns, the device has done it
@@ -237,11 +240,12 @@ class IpcSender(Sender):
             slot.out(payload.nbytes).copy_(packed)
         return arena.number << 1 | here
 
-    def _tell_of(self, what: str, exc: Exception) -> None:
+    def _tell_of(self, what: str, exc: Exception | None = None) -> None:
         """Once for each kind of trouble."""
-        if str(exc) not in self._told_of:
-            self._told_of.add(str(exc))
-            self._logger.warning("%s: %s: %s", self.endpoint, what, exc)
+        why = what if exc is None else f"{what}: {exc}"
+        if why not in self._told_of:
+            self._told_of.add(why)
+            self._logger.warning("%s: %s", self.endpoint, why)
 
     def _take(self, need: Need, stamp: Version, deadline: Deadline, *, roomless: bool = False) -> Slot:
         """A slot of the right size, locked against readers. ``roomless``: a new one needs no memory for the payload."""
@@ -741,10 +745,12 @@ class IpcSender(Sender):
 
     def _free(self, deadline: Deadline) -> None:
         self._halt(max(1.0, deadline.remaining))
-        while self._slots:
-            self._slots.popitem()[1].close()
+        for slot in self._slots.values():
+            slot.close()  # idempotent, should Ctrl-C come up on the way
+        self._slots.clear()
         if self._arenas is not None:
             self._arenas.moved("")
+        self._leases.close()  # here, because a stack calls nothing twice that Ctrl-C has broken off
         self._own.close()
         self._freed = True
 

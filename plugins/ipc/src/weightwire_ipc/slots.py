@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
-from weightwire.errors import StorageFullError
-from weightwire_ipc.memory import EPOCH, HEADER, MAGIC, NUMBER, WHERE, allocate, map_shared, memfd, pages, reopen, seal
+from weightwire_ipc.memory import (
+    EPOCH,
+    HEADER,
+    MAGIC,
+    NUMBER,
+    WHERE,
+    allocate,
+    map_shared,
+    memfd,
+    out_of_files,
+    pages,
+    reopen,
+    seal,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,20 +89,18 @@ class Slot:
                     allocate(fd, self.shape.start, self.shape.size)
                 else:
                     allocate(fd, self.shape.size)
-                self._map = map_shared(fd, self.shape.size)
+                memory = map_shared(fd, self.shape.size).array(0, self.shape.size)
             except BaseException:
                 os.close(fd)
                 raise
             self.shared = seal(fd)
         except OSError as exc:
-            if exc.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            raise StorageFullError(
-                f"a version needs file descriptors, and there are none left ({exc.strerror}): see ulimit -n"
-            ) from exc
-        self._words = memoryview(self._map).cast("Q")
-        self._bytes = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
+            raise (out_of_files("a version", exc) or exc) from exc
+        self._head = memory.data
+        self._words = self._head.cast("Q")
+        self._bytes = torch.from_numpy(memory)
         self._out: Tensor = self._bytes[:0]
+        self._parts: dict[tuple[int, int], Tensor] = {}
 
     def out(self, nbytes: int) -> Tensor:
         """The memory for a payload of this many bytes, a flat uint8 tensor.
@@ -100,7 +108,10 @@ class Slot:
         Raises :class:`~weightwire.StorageFullError` where it is to be had only now, and there is none.
         """
         if self._roomless:
-            fd = reopen(self.shared, os.O_RDWR)
+            try:
+                fd = reopen(self.shared, os.O_RDWR)
+            except OSError as exc:
+                raise (out_of_files("a version", exc) or exc) from exc
             try:
                 allocate(fd, self.shape.size)
             finally:
@@ -108,7 +119,15 @@ class Slot:
             self._roomless = False
         if self._out.numel() != nbytes:
             self._out = self._bytes[self.shape.start : self.shape.start + nbytes]
+            self._parts.clear()
         return self._out
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Bytes ``start`` to ``stop`` of what :meth:`out` has given, always as the same tensor."""
+        known = self._parts.get((start, stop))
+        if known is None:
+            known = self._parts[start, stop] = self._out[start:stop]
+        return known
 
     def blank(self) -> None:
         """From now on it holds no version: whoever was told of the old one will find out."""
@@ -128,8 +147,8 @@ class Slot:
         end = HEADER.size + len(header)
         if end > self.shape.start:
             raise ValueError(f"header of {len(header)} bytes is larger than was announced")
-        self._map[HEADER.size : end] = header
-        HEADER.pack_into(self._map, 0, MAGIC, len(header), xxh3_128_digest(header), 0, 0, where)
+        self._head[HEADER.size : end] = header
+        HEADER.pack_into(self._head, 0, MAGIC, len(header), xxh3_128_digest(header), 0, 0, where)
         self._words[EPOCH], self._words[NUMBER] = stamp
 
     def close(self) -> None:
@@ -139,8 +158,9 @@ class Slot:
             return
         os.close(fd)
         self._bytes = self._out = torch.empty(0, dtype=torch.uint8)
+        self._parts.clear()
         self.arena = None
-        del self._words, self._map
+        del self._words, self._head
 
 
 class Plan(NamedTuple):

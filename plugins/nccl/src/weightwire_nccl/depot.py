@@ -13,9 +13,13 @@ from weightwire_nccl.peers import Hall, Kept, Peer, Transfer
 
 __all__ = ["Announcement", "Depot"]
 
+SENT = 4
+"""Transfers that a worker may still complain of: a full version, a subset on it, and the same of what came before."""
+
 
 class Announcement(NamedTuple):
-    """A version that is about to be known. ``served``: those who have its bytes, from this round."""
+    """A version that is about to be known. ``served``: those who have its bytes, from this round; ``refused``: those
+    who had no room for them, and why."""
 
     kept: Kept | None
     stamp: Version
@@ -24,6 +28,7 @@ class Announcement(NamedTuple):
     to: frozenset[str] | None
     round: int
     served: tuple[Peer, ...]
+    refused: dict[Peer, str]
 
 
 class Depot:
@@ -49,6 +54,9 @@ class Depot:
                 peer.engaged = 0
                 peer.give(news.stamp, news.base)
                 peer.link.send(Done(news.round, news.header))
+        for peer, reason in news.refused.items():
+            if news.kept is None and not peer.gone:  # or else it is tried again, over the control socket
+                self._hall.events.append(peer.refuse(news.stamp, peer.has, reason))
         for peer in self._hall.workers.values():
             self.supply(peer)
         return True
@@ -80,6 +88,7 @@ class Depot:
             self._send_bytes(peer, transfer.round, kept, transfer.at, stop)
             transfer.at = stop
             return
+        peer.sent = dict([*peer.sent.items(), (transfer.round, (kept.stamp, peer.has))][-SENT:])
         peer.give(kept.stamp, kept.base)
         more = choose(peer.has, *self._shelf.of(peer.name)) is not None
         peer.link.send(Done(transfer.round, kept.header, more))
@@ -120,11 +129,23 @@ class Depot:
                 self._send_bytes(peer, fetch.ticket, kept, start, min(start + CHUNK, fetch.stop))
 
     def hear_of_trouble(self, peer: Peer, trouble: Trouble) -> None:
-        """A worker has no room for what is on its way to it; perhaps for the next version."""
+        """A worker has no room for what is on its way to it, nor then for a subset on it; perhaps for the next
+        version. All of it may have been sent before it could say so."""
         transfer = peer.transfer
         if transfer is not None and transfer.round == trouble.round:
-            peer.transfer = None
-            peer.give(transfer.kept.stamp, transfer.kept.base)
+            stamp, before = transfer.kept.stamp, peer.has
+        elif trouble.round in peer.sent:
+            stamp, before = peer.sent[trouble.round]
+        else:
+            return
+        if transfer is not None:
+            peer.link.send(Abort(transfer.round, 0))
+        peer.transfer = None
+        peer.sent.clear()
+        subset = self._shelf.of(peer.name)[1]
+        stamp = subset.stamp if subset is not None and subset.base == stamp else stamp
+        self._hall.events.append(peer.refuse(stamp, before, peer.reason))
+        self.supply(peer)
 
     def forget(self, worker: str) -> None:
         self._shelf.forget(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -173,24 +174,26 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # A communicator that is being made, or that hangs, can be aborted.
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
+_settings_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """torch reads these when a group is made, and only then; the user's own groups keep theirs."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def _settings(settings: dict[str, str]) -> Iterator[None]:
+    """torch reads these from C's environment when a group is made, and only then, and knows no other way to be told.
+    ``os.environ``, which is the user's, stays as it is, and says what is put back; one thread at a time, or else the
+    next would put back what the one before has set."""
+    with _settings_lock:
+        try:
+            for name, value in settings.items():
+                os.putenv(name, value)
+            yield
+        finally:
+            for name in settings:
+                if name in os.environ:
+                    os.putenv(name, os.environ[name])
+                else:
+                    os.unsetenv(name)
 
 
 class NcclGroup(Group):
@@ -203,9 +206,9 @@ class NcclGroup(Group):
         self._store = BoardStore(board)
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
-        options.config.blocking = 0
+        options.config.blocking = 0  # a communicator that is being made, or that hangs, can be aborted
         try:
-            with torch.cuda.device(self._device), _environment(_NCCL_SETTINGS):
+            with torch.cuda.device(self._device), _settings(_NCCL_SETTINGS):
                 store = c10d.PrefixStore("weightwire", self._store)
                 self._group = c10d.ProcessGroupNCCL(store, rank, size, options)
         except RuntimeError as exc:

@@ -6,7 +6,7 @@ Pure: what each side answers to what it is told. :mod:`weightwire_nccl.secret` h
 from __future__ import annotations
 
 from weightwire import wire
-from weightwire.errors import EndpointError, EndpointInUseError, WeightwireError, WireError
+from weightwire.errors import CapabilityError, EndpointError, EndpointInUseError, WeightwireError, WireError
 from weightwire.transport import Joined
 from weightwire_nccl import secret
 from weightwire_nccl.messages import PROTOCOL, Accepted, Challenge, Hello, Proof, Reject
@@ -90,5 +90,5 @@ class Visitor:
 
     @staticmethod
     def rejected(reject: Reject) -> Refusal:
-        kinds = {"name": EndpointInUseError, "protocol": WireError}
+        kinds = {"name": EndpointInUseError, "protocol": WireError, "stream": CapabilityError}
         return Refusal(kinds.get(reject.kind, EndpointError), reject.reason)

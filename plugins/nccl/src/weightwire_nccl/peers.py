@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightwire.transport import Have, Joined, Version
+from weightwire.transport import Event, Have, Joined, Refused, Version
 from weightwire_nccl.bell import Bell
 from weightwire_nccl.secret import fresh_nonce
 
@@ -38,6 +38,8 @@ class Hall:
         """Has the service thread send what was queued."""
         self.workers: dict[str, Peer] = {}
         self.rounds = itertools.count(1)
+        self.events: list[Event] = []
+        """What the workers have done, for ``Sender.events``."""
 
 
 class Kept(NamedTuple):
@@ -77,6 +79,7 @@ class Peer:
         self.ready = self.got = self.trouble = 0  # the last round of which it said so
         self.reason = ""
         self.transfer: Transfer | None = None
+        self.sent: dict[int, tuple[Version, Have]] = {}  # the last transfers, by round, and what it had before each
         self.streams = False
         self.offers: dict[int, Kept] = {}  # what it may fetch, by round
         self.fetching = 0  # the round of what it does fetch
@@ -92,6 +95,12 @@ class Peer:
     def give(self, stamp: Version, base: Version | None) -> None:
         """It is about to have this version."""
         self.has = Have(stamp, base or stamp, self.has.acting)
+
+    def refuse(self, stamp: Version, before: Have, reason: str) -> Refused:
+        """It has no room for this version, and stands where it stood before; what the trainer is to hear of it."""
+        self.has = Have(stamp, before.base, before.acting)
+        worker, incarnation = self.identity
+        return Refused(worker=worker, incarnation=incarnation, stamp=stamp, kind="refused", phase="stage", error=reason)
 
 
 class Generation:

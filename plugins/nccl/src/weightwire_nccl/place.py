@@ -54,6 +54,11 @@ def claim(host: str, port: int) -> socket.socket:
                 f"{where} is taken: another updater, or another program, listens there. Choose another port, or 0 for "
                 "any free one, and hand updater.endpoint on to the workers."
             ) from exc
+        if exc.errno == errno.EADDRNOTAVAIL:
+            raise EndpointError(
+                f"cannot listen at {where}: that is no address of this machine. The endpoint names the trainer's, and "
+                "beyond the loopback both sides need a token (WEIGHTWIRE_TOKEN, or token_file=...)."
+            ) from exc
         raise EndpointError(f"cannot listen at {where}: {exc}") from exc
     return listener
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from weightwire import wire
 from weightwire.errors import EndpointError
 from weightwire.forks import Origin
-from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, choose
+from weightwire.transport import (
+    NOW,
+    Applied,
+    Deadline,
+    Delivery,
+    Have,
+    Receiver,
+    ReceiverContext,
+    Refused,
+    choose,
+)
 from weightwire_nccl import place
 from weightwire_nccl.intake import Shelved, Shelves
 from weightwire_nccl.station import Station
@@ -52,9 +62,15 @@ class NcclReceiver(Receiver):
         self._thread = threading.Thread(
             target=self._station.run, name=f"weightwire-nccl {context.worker}"[:60], daemon=True
         )
-        self._thread.start()
-        with self._shelves.lock:
-            self._shelves.changed.wait_for(lambda: self._station.tried, GREETING)
+        try:
+            self._thread.start()
+            with self._shelves.lock:
+                self._shelves.changed.wait_for(lambda: self._station.tried, GREETING)
+        except BaseException:
+            self._station.stop(NOW)
+            if not self._thread.is_alive():  # or else it frees everything itself
+                self._station.free()
+            raise
 
     # -- what the station tells --------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.errors import WaitTimeout
 from weightwire_nccl.board import BrokenBoard
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weightwire_nccl.crews import Crews
     from weightwire_nccl.peers import Hall, Peer
 
-__all__ = ["Rounds"]
+__all__ = ["Outcome", "Rounds"]
 
 READY = 0.5
 """Seconds in which a worker that is awake answers a plan. Who does not is left out, and gets the version later."""
@@ -37,6 +37,14 @@ HANG = (2.0, 30.0)
 
 class _Failed(Exception):
     """This round came to nothing."""
+
+
+class Outcome(NamedTuple):
+    """Of a broadcast: the last round, who has the bytes, and who has no room for them, and why."""
+
+    round: int
+    served: list[Peer]
+    refused: dict[Peer, str]
 
 
 class Rounds:
@@ -57,26 +65,26 @@ class Rounds:
                 p for p in peers if not (p.silent or p.streams) and (payload.base is None or p.has.base == payload.base)
             ]
 
-    def broadcast(
-        self, source: Source, engine: str, to: frozenset[str] | None, deadline: Deadline
-    ) -> tuple[int, list[Peer]]:
-        """Bring the bytes to whoever is awake; the round, and who has them. Groups are made anew around the lost.
+    def broadcast(self, source: Source, engine: str, to: frozenset[str] | None, deadline: Deadline) -> Outcome:
+        """Bring the bytes to whoever is awake. Groups are made anew around the lost.
 
         Raises :class:`~weightwire.WaitTimeout` where nobody has them and no copy is kept.
         """
         number = source.payload.stamp.number
         failed = ""  # only the text: an exception would keep the works of the round, which others have to let go
+        refused: dict[Peer, str] = {}
         for attempt in range(ATTEMPTS):
-            peers = self.candidates(source.payload, to)
+            peers = [peer for peer in self.candidates(source.payload, to) if peer not in refused]
             if not peers or (attempt and deadline.expired):
                 break
             round_ = next(self._hall.rounds)
             try:
                 with one_core():  # the engine's threads, and receivers on this machine, want the others
                     ready = self._muster(round_, source, engine, peers, deadline)
+                    refused.update((peer, peer.reason) for peer in peers if peer.trouble == round_)
                     if ready:
                         self._transfer(round_, source, engine, ready, deadline)
-                        return round_, ready
+                        return Outcome(round_, ready, refused)
             except _Failed as exc:
                 failed = str(exc)
                 self._hall.logger.info("%s: version %s: %s", self._hall.place, number, failed)
@@ -90,7 +98,7 @@ class Rounds:
             self._hall.logger.warning(
                 "%s: version %s goes over the control socket, which is slower: %s", self._hall.place, number, failed
             )
-        return 0, []
+        return Outcome(0, [], refused)
 
     def call_off(self, round_: int, peers: Iterable[Peer], generation: int = 0) -> None:
         """A round is off: who took part goes back to waiting."""

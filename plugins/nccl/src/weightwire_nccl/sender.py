@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,31 +46,36 @@ class NcclSender(Sender):
         self._label = gpu_label(self._device)
         place.check_interface(options.interface)
         token = secret.read_token(options.token_file)
-        host, port = place.address_of(endpoint.location)
-        listener = place.claim(host, port)
-        bound, port = listener.getsockname()[:2]
-        if not token and not place.is_loopback(listener):
-            listener.close()
-            raise EndpointError(
-                f"{place.location_of(host, port)} can be reached from other hosts, and no token is set: name a file "
-                f"with token_file=..., or set {secret.VARIABLE}, to the same secret on all sides; or stay on 127.0.0.1"
-            )
-        wildcard = bound in ("0.0.0.0", "::")
         self.epoch = context.epoch
-        self.endpoint = str(
-            replace(endpoint, location=place.location_of(socket.gethostname() if wildcard else host, port))
-        )
-        self._origin = Origin(f"The nccl sender of {self.endpoint}")
-        self._hall = Hall(self.endpoint, context.logger)
-        self._crews = Crews(self._hall, self._device, "" if wildcard else bound, options.interface)
-        self._depot = Depot(self._hall, keeps=options.keep)
-        self._rounds = Rounds(self._hall, self._crews, options.algorithm, keep=options.keep)
-        self._service = Service(self._hall, self._crews, self._depot, Doorman(token, self.epoch), listener)
         self._pool = Pool()
         self._fell_back = ""
         self._closed = False
-        forbid(self)
-        self._service.start()
+        host, port = place.address_of(endpoint.location)
+        with ExitStack() as undo:
+            listener = place.claim(host, port)
+            undo.callback(listener.close)
+            bound, port = listener.getsockname()[:2]
+            if not token and not place.is_loopback(listener):
+                raise EndpointError(
+                    f"{place.location_of(host, port)} can be reached from other hosts, and no token is set: name a "
+                    f"file with token_file=..., or set {secret.VARIABLE}, to the same secret on all sides; or stay on "
+                    "127.0.0.1"
+                )
+            # No byte leaves this host. Who sets a token all the same trusts nobody else here: engines know of none.
+            self.digests = not token and place.is_loopback(listener)
+            wildcard = bound in ("0.0.0.0", "::")
+            where = place.location_of(socket.gethostname() if wildcard else host, port)
+            self.endpoint = str(replace(endpoint, location=where))
+            self._origin = Origin(f"The nccl sender of {self.endpoint}")
+            self._hall = Hall(self.endpoint, context.logger)
+            undo.callback(self._hall.bell.close)
+            self._crews = Crews(self._hall, self._device, "" if wildcard else bound, options.interface)
+            self._depot = Depot(self._hall, keeps=options.keep)
+            self._rounds = Rounds(self._hall, self._crews, options.algorithm, keep=options.keep)
+            self._service = Service(self._hall, self._crews, self._depot, Doorman(token, self.epoch), listener)
+            forbid(self)
+            self._service.start()
+            undo.pop_all()
 
     # -- stage -------------------------------------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ class NcclSender(Sender):
         with self._hall.lock:
             self._crews.sweep()
         source = self._source(payload, self._device if engine == "nccl" else "cpu")
-        round_, served = self._rounds.broadcast(source, engine, to, deadline)
+        round_, served, refused = self._rounds.broadcast(source, engine, to, deadline)
         try:
             source.finish()
             header = payload.header_bytes()
@@ -91,7 +97,9 @@ class NcclSender(Sender):
             if isinstance(source, Whole):
                 kept = Kept(payload.stamp, payload.base, header, payload.nbytes, source.lease)
             # From here on it happens, if need be by the service thread: no worker is left out by a Ctrl-C.
-            self._depot.news = Announcement(kept, payload.stamp, payload.base, header, to, round_, tuple(served))
+            self._depot.news = Announcement(
+                kept, payload.stamp, payload.base, header, to, round_, tuple(served), refused
+            )
             try:
                 with self._hall.lock:
                     self._service.announce()
@@ -116,7 +124,7 @@ class NcclSender(Sender):
     def events(self, deadline: Deadline) -> list[Event]:
         if self._closed or not self._origin.here:
             return []
-        known = self._service.events
+        known = self._hall.events
         with self._hall.lock:
             while not known and not deadline.expired and not self._closed:
                 self._hall.changed.wait(min(deadline.remaining, 0.5))

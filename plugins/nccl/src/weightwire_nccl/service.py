@@ -11,6 +11,7 @@ import time
 import msgspec
 
 from weightwire import wire
+from weightwire.complaints import Complaints
 from weightwire.errors import WireError
 from weightwire.transport import Applied, Deadline, Event, Left, Lost, Refused, Staged
 from weightwire_nccl import messages, place
@@ -34,23 +35,28 @@ DEAF = 0.2
 
 class Service:
     """Looks after all connections until :meth:`close`. Everything that it does to what others know is done under the
-    hall's lock. ``events``: what the workers have done, for ``Sender.events``."""
+    hall's lock."""
 
     def __init__(self, hall: Hall, crews: Crews, depot: Depot, doorman: Doorman, listener: socket.socket) -> None:
         self._hall, self._crews, self._depot, self._doorman = hall, crews, depot, doorman
         self._listener = listener
+        self._complaints = Complaints(hall.logger)
         self._deaf_until = 0.0
         self._peers: list[Peer] = []
-        self.events: list[Event] = []
         self._closing: Deadline | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(hall.bell, selectors.EVENT_READ)
         port = listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, name=f"weightwire-nccl {port}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """From here on it has the listener and the bell; not where this raises."""
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._hall.bell, selectors.EVENT_READ)
+            self._thread.start()
+        except BaseException:
+            self._selector.close()
+            raise
 
     def close(self, deadline: Deadline) -> None:
         """Let go what was queued, say goodbye to everybody, end the thread."""
@@ -66,7 +72,7 @@ class Service:
             try:
                 self._turn()
             except Exception:
-                self._hall.logger.exception("%s: the service thread failed and goes on", self._hall.place)
+                self._complaints.log("%s: the service thread failed and goes on", self._hall.place)
                 time.sleep(0.1)
         with self._hall.lock:
             self._wind_up()
@@ -172,7 +178,7 @@ class Service:
         if not isinstance(event, (Staged, Applied, Refused)):
             raise WireError(f"a report of kind {type(event).__name__}")
         joined = peer.joined
-        self.events.append(msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation))
+        self._hall.events.append(msgspec.structs.replace(event, worker=joined.worker, incarnation=joined.incarnation))
 
     # -- who comes and goes ------------------------------------------------------------------------------------------
 
@@ -232,7 +238,7 @@ class Service:
             return
         peer.joined, peer.device, peer.has, peer.streams = joined, hello.device, joined.have, hello.streams
         workers[joined.worker] = peer
-        self.events.append(joined)
+        self._hall.events.append(joined)
         peer.link.send(Ping())  # it knows by this that it is known
         self._depot.supply(peer)
         self._hall.changed.notify_all()
@@ -251,7 +257,7 @@ class Service:
     def _part(self, peer: Peer, event: Event | None, why: str) -> None:
         self._drop(peer, why)
         if event is not None:
-            self.events.append(event)
+            self._hall.events.append(event)
         self._hall.changed.notify_all()
 
     def _drop(self, peer: Peer, why: str) -> None:

@@ -11,13 +11,14 @@ import random
 import selectors
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from weightwire import forks, wire
+from weightwire.complaints import Complaints
 from weightwire.errors import WeightwireError, WireError
 from weightwire.transport import Deadline, ReceiverContext
 from weightwire_nccl import messages, place, secret
@@ -95,9 +96,15 @@ class Station:
         self._retry_at = 0.0
         self._stopping: Deadline | None = None
         self._reports: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._bell = Bell()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._complaints = Complaints(context.logger)
+        self._patience = context.deadline.remaining  # the receiver's timeout: it was made a moment ago
+        with ExitStack() as undo:
+            self._bell = Bell()
+            undo.callback(self._bell.close)
+            self._selector = selectors.DefaultSelector()
+            undo.callback(self._selector.close)
+            self._selector.register(self._bell, selectors.EVENT_READ)
+            self._open_things = undo.pop_all()
         self.refused: WeightwireError | None = None
         self.connected = False
         self.farewell = False
@@ -127,7 +134,7 @@ class Station:
             try:
                 self.turn(0.5)
             except Exception:
-                self._context.logger.exception("%s: the staging thread failed and goes on", self._context.worker)
+                self._complaints.log("%s: the staging thread failed and goes on", self._context.worker)
                 time.sleep(0.1)
         self._wind_up(self._stopping)
 
@@ -208,7 +215,7 @@ class Station:
     def _open(self, link: Link) -> _Session:
         session = _Session()
         session.link, session.visitor = link, Visitor(self._token)
-        streams = Streams(partial(self._ask, link), self._options.bucket)
+        streams = Streams(partial(self._ask, link), self._options.bucket, self._patience)
         session.intake = Intake(link, self._shelves, self._pool, self._cache, self._context, self._device, streams)
         session.member = Member(
             link,
@@ -331,11 +338,14 @@ class Station:
                 self._write_out(session, deadline)
             self._end("this worker has closed")
         self._graveyard.close(min(1.0, deadline.remaining))
-        self._selector.close()
-        self._bell.close()
+        self.free()
         self.tried = True
         self._shelves.clear()
         self._pool.clear()
+
+    def free(self) -> None:
+        """Give its descriptors back; alone, where it was never run."""
+        self._open_things.close()
 
     def _write_out(self, session: _Session, deadline: Deadline) -> None:
         self._queue_reports(session)

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["Streamed", "StreamedDelivery", "Streams"]
 
 QUIET = 30.0
-"""Seconds without a byte after which the trainer counts as lost."""
+"""Seconds without a byte after which the trainer counts as lost, where the receiver's timeout is not shorter."""
 SLICE = 0.05
 """Seconds of a wait, between looks at whether it makes sense."""
 
 
 class Streams:
-    """What is being fetched over one connection. ``ask`` tells the trainer; ``bucket``: bytes in memory, at most."""
+    """What is being fetched over one connection. ``ask`` tells the trainer; ``bucket``: bytes in memory, at most;
+    ``patience``: seconds that one version may be waited for, all waits for its bytes together."""
 
-    def __init__(self, ask: Callable[[Fetch], None], bucket: int) -> None:
+    def __init__(self, ask: Callable[[Fetch], None], bucket: int, patience: float) -> None:
         self.ask = ask
         self.piece = bucket // 2
+        self.patience = patience
         self.why = ""
         """Why no more will come, where it will not."""
         self._tickets = itertools.count(1)
@@ -79,6 +81,7 @@ class _Fetching:
         self._changed = threading.Condition(self._lock)
         self._come = 0  # bytes
         self._why = streams.why
+        self._patience = streams.patience  # what is left of it
 
     def pieces(self, pump: Callable[[float], None] | None) -> Iterator[tuple[int, Tensor]]:
         for number in range(min(2, len(self._ranges))):
@@ -93,20 +96,29 @@ class _Fetching:
         self._streams.ask(Fetch(self.round, self.ticket, *self._ranges[number]))
 
     def _await(self, stop: int, pump: Callable[[float], None] | None) -> None:
-        until, seen = time.monotonic() + QUIET, self._come
+        begun = moved = time.monotonic()
+        seen = self._come
         while self._come < stop:
-            if self._why:
-                raise UpdaterLostError(f"{self._come} bytes had come when it ended: {self._why}")
+            now = time.monotonic()
             if self._come > seen:
-                until, seen = time.monotonic() + QUIET, self._come
-            if time.monotonic() > until:
-                raise UpdaterLostError(f"{self._come} bytes had come, and nothing for {QUIET:.0f} s")
+                moved, seen = now, self._come
+            come = f"{self._come} of {self._ranges[-1][1]} bytes had come"
+            if self._why:
+                raise UpdaterLostError(f"{come} when it ended: {self._why}")
+            if now - moved > QUIET:
+                raise UpdaterLostError(f"{come}, and nothing for {QUIET:.0f} s")
+            if now - begun > self._patience:
+                raise UpdaterLostError(
+                    f"{come} when they had been waited for {self._streams.patience:.3g} s, which is the receiver's "
+                    "timeout: give it a longer one, or find out what slows down the trainer or the network"
+                )
             if pump is not None:
                 pump(SLICE)
                 continue
             with self._lock:
                 if self._come < stop and not self._why:
                     self._changed.wait(SLICE)
+        self._patience -= time.monotonic() - begun
 
     def take(self, start: int, data: memoryview) -> None:
         number, offset = divmod(start, self._piece)

@@ -6,10 +6,12 @@ read and write; :class:`Graveyard` holds all of them until they have ended.
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from weightwire import forks
 from weightwire.weights.layout import aligned
@@ -129,6 +131,11 @@ class _Grave:
     def quiet(self) -> bool:
         return self.ended and time.monotonic() >= self._until
 
+    def leak(self) -> None:
+        self.group.leak()
+        for thing in (self.works, self.held):
+            forks.keep(thing)
+
 
 class Graveyard:
     """Groups that failed, with all that their works still hold.
@@ -137,8 +144,12 @@ class Graveyard:
     limit. So nothing is destroyed before that, and whoever else keeps a reference would have to wait.
     """
 
+    _left: ClassVar[list[_Grave]] = []  # by those that were closed before; any other of this process sweeps them
+    _ending: ClassVar[bool] = False
+
     def __init__(self) -> None:
         self._graves: list[_Grave] = []
+        self.sweep()
 
     def bury(self, group: Group, works: Works | None, held: object) -> None:
         """Keep ``group`` and ``held`` until the works have ended."""
@@ -149,18 +160,37 @@ class Graveyard:
     def sweep(self) -> None:
         """Let go what can go."""
         self._graves = [grave for grave in self._graves if not grave.quiet]
+        left, Graveyard._left = Graveyard._left, []
+        Graveyard._left += [grave for grave in left if not grave.quiet]
 
     def close(self, seconds: float) -> None:
-        """Wait that long for the last works, then leave the rest to the end of the process."""
+        """Wait that long for the last works, then leave the rest to other graveyards, or to the end of the process."""
         until = time.monotonic() + seconds
         while not all(grave.ended for grave in self._graves) and time.monotonic() < until:
             time.sleep(0.01)
         self.sweep()
+        if not Graveyard._ending:
+            Graveyard._left += self._graves
+            self._graves = []
         self.leak()
 
     def leak(self) -> None:
+        """Never free what is here: in a forked child, or at the end of the process, when nobody may wait."""
         for grave in self._graves:
-            grave.group.leak()
-            for thing in (grave.works, grave.held):
-                forks.keep(thing)
+            grave.leak()
         self._graves = []
+
+
+def _end() -> None:
+    Graveyard._ending = True
+    _leak_left()
+
+
+def _leak_left() -> None:
+    for grave in Graveyard._left:
+        grave.leak()
+    Graveyard._left = []
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_leak_left)

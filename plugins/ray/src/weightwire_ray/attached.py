@@ -237,7 +237,7 @@ def _pull(endpoint: str, receiver: WeightReceiver, notes: _Notes, deadline: Dead
 def _newest(endpoint: str, worker: str, deadline: Deadline) -> Version | None:
     """The newest version that the mailbox has for this worker; ``None`` where there is none, or no mailbox."""
     parsed, options = parse(endpoint), _options(endpoint)
-    engine = Engine(parsed, options)
+    engine = Engine(parsed, options, deadline)
     try:
         mailbox = engine.find_mailbox(mailbox_name(parsed.location), options.namespace)
         told = engine.ask(mailbox, "newest", worker, timeout=max(0.05, deadline.remaining))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
@@ -21,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightwire.endpoint import scoped
-from weightwire.errors import WeightwireError
+from weightwire.errors import EndpointError, WeightwireError
 from weightwire.transport import Deadline
 from weightwire_ray.mailbox import Mailbox
 from weightwire_ray.process import started
@@ -62,19 +64,19 @@ class Engine:
     """One connection to one cluster.
 
     Raises:
-        RayNotRunningError: Ray is not initialised here, and the endpoint has no ``address``.
+        RayNotRunningError: Ray is not initialised here, and the endpoint has no ``address``, or one where no cluster
+            lets us in.
+        EndpointError: nobody listens at the ``address``; found out by ``deadline``.
     """
 
-    def __init__(self, endpoint: Endpoint, options: RayOptions) -> None:
+    def __init__(self, endpoint: Endpoint, options: RayOptions, deadline: Deadline) -> None:
         if not ray.is_initialized():
             if not options.address:
                 raise RayNotRunningError(
                     f"endpoint {str(endpoint)!r}: Ray is not initialised in this process. Call ray.init() first, or "
                     "ray.init(address='auto') to connect to a running cluster; Weightwire never starts Ray by itself."
                 )
-            ray.init(
-                address=options.address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING
-            )
+            _connect(endpoint, options.address, deadline)
         if ray.util.client.ray.is_connected():
             raise RayNotRunningError(
                 f"endpoint {str(endpoint)!r}: this process is connected through Ray Client (ray.init('ray://...')), "
@@ -188,6 +190,51 @@ class Engine:
         """End a mailbox; a dead one, too: Ray leaves its name to it until somebody says so."""
         with suppress(EngineGone), self._connected():
             _unhooked(ray.kill)(mailbox, no_restart=True)
+
+
+def _connect(endpoint: Endpoint, address: str, deadline: Deadline) -> None:
+    """Connect this process to a running cluster. Ray itself tries for long where nobody answers: knock first."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and host and "//" not in host:
+        fault = _knock(address, host.strip("[]"), int(port), deadline)
+        if fault:
+            raise EndpointError(
+                f"endpoint {str(endpoint)!r}: no cluster answers at address={address}: {fault}. It is where a running "
+                "cluster's head node has its GCS, port 6379 unless told otherwise: `ray status` shows it there, and "
+                "address=auto finds a cluster on this machine."
+            )
+    elif address == "local":
+        raise EndpointError(
+            f"endpoint {str(endpoint)!r}: address=local would start a cluster; call ray.init() for that"
+        )
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, logging_level=logging.WARNING)
+    except Exception as exc:
+        raise RayNotRunningError(
+            f"endpoint {str(endpoint)!r}: Ray could not connect to a cluster at address={address}: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
+
+
+def _knock(address: str, host: str, port: int, deadline: Deadline) -> str:
+    """What is wrong with an address, found out by the deadline; empty where a cluster answers."""
+    try:
+        socket.create_connection((host, port), timeout=max(0.1, deadline.remaining)).close()
+    except (OSError, OverflowError) as exc:
+        return str(exc)
+    client = getattr(ray._raylet, "GcsClient", None)  # there is no public way to ask, and Ray's patience is 20 s
+    if client is None:
+        return ""
+    answers: list[object] = []
+
+    def ask() -> None:
+        with suppress(Exception):
+            answers.append(client(address=address))
+
+    thread = threading.Thread(target=ask, name="weightwire-ray-knock", daemon=True)
+    thread.start()
+    thread.join(max(0.1, deadline.remaining))
+    return "" if answers else "something listens there, and does not answer as Ray does"
 
 
 def mailbox_name(location: str) -> str:

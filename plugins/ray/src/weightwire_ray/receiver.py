@@ -15,6 +15,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from weightwire import wire
+from weightwire.complaints import Complaints
 from weightwire.errors import EndpointInUseError, WireError
 from weightwire.forks import Origin
 from weightwire.transport import Applied, Deadline, Delivery, Have, Receiver, ReceiverContext, Refused, Version, choose
@@ -69,7 +70,7 @@ class RayReceiver(Receiver):
             refuse_alias(context.trained)
         self._context = context
         self._options = options
-        self._engine = Engine(endpoint, options)
+        self._engine = Engine(endpoint, options, context.deadline)
         self._name = mailbox_name(endpoint.location)
         self._where = f"the mailbox {self._name!r} in Ray's namespace {options.namespace!r}"
         self.whereabouts = f"{self._where} was not looked for yet"
@@ -146,7 +147,7 @@ class RayReceiver(Receiver):
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        pause = RETRY[0]
+        pause, complaints = RETRY[0], Complaints(self._context.logger)
         while not self._over and not self.closed:
             try:
                 mailbox = self._engine.find_mailbox(self._name, self._options.namespace)
@@ -163,7 +164,7 @@ class RayReceiver(Receiver):
                 self._disconnected(str(exc))
                 return
             except Exception as exc:
-                self._context.logger.exception("%s: its thread failed and goes on", self._origin.what)
+                complaints.log("%s: its thread failed and goes on", self._origin.what)
                 self._disconnected(f"{self._where}: {exc}")
             self._rest(pause)
             pause = min(2 * pause, RETRY[1])

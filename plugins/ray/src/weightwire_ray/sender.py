@@ -16,6 +16,7 @@ import msgspec
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from weightwire import wire
+from weightwire.complaints import Complaints
 from weightwire.errors import (
     ClosedError,
     EndpointInUseError,
@@ -47,6 +48,10 @@ FAREWELL = 1.0
 """Seconds that closing waits for workers to hear of it."""
 HANDS = 2
 """Threads that copy the buckets of one large push into the store."""
+LEAST = 32 << 20
+"""Bytes of a bucket, below which none is cut so that both hands have two."""
+GATHERED = 64 << 20
+"""Bytes of buckets that are in memory at once, at most, of a version that is made or gathered as it is read."""
 
 
 class RaySender(Sender):
@@ -57,8 +62,9 @@ class RaySender(Sender):
     def __init__(self, endpoint: Endpoint, options: RayOptions, context: SenderContext) -> None:
         self._options = options
         self._logger = context.logger
+        self._complaints = Complaints(context.logger)
         self._check_afar = context.digest == "auto"
-        self._engine = Engine(endpoint, options)
+        self._engine = Engine(endpoint, options, context.deadline)
         location = endpoint.location or secrets.token_hex(16)
         self.endpoint = str(replace(endpoint, location=location))
         self._name = mailbox_name(location)
@@ -79,7 +85,11 @@ class RaySender(Sender):
         self._arrived = threading.Event()  # wakes the trainer's thread
         self._bell = threading.Event()  # wakes the service thread
         self._thread = threading.Thread(target=self._serve, name=f"weightwire-ray {location}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._engine.kill(self._mailbox)  # or else the place stays taken
+            raise
         atexit.register(self._at_exit)  # before Ray's own handler, which was registered earlier
 
     def _claim(self, context: SenderContext) -> tuple[Any, int]:
@@ -138,8 +148,13 @@ class RaySender(Sender):
 
     def _put_all(self, payload: Payload, deadline: Deadline) -> list[Any]:
         """ray.put copies before it returns: when this returns or raises, nothing of the payload's is read any more."""
-        parts = buckets(payload, self._options.bucket)
-        if payload.nbytes <= self._options.bucket:
+        if payload.sharded:  # what is in one hand, and what comes next: not more than a bucket
+            half = min(self._options.bucket, GATHERED) // 2
+            return [self._put(bucket, payload, deadline) for bucket in buckets(payload, half)]
+        # As few as keep both hands busy: each object costs every process that is told of it 0.2 to 0.5 ms.
+        size = min(self._options.bucket, max(LEAST, -(-payload.nbytes // (2 * HANDS))))
+        parts = buckets(payload, size)
+        if payload.nbytes <= size:
             return [self._put(bucket, payload, deadline) for bucket in parts]
         refs: list[Any] = []
         pending: deque[Future[Any]] = deque()
@@ -318,7 +333,7 @@ class RaySender(Sender):
             except EngineGone:
                 return
             except Exception:
-                self._logger.exception("%s: the service thread failed and goes on", self.endpoint)
+                self._complaints.log("%s: the service thread failed and goes on", self.endpoint)
                 time.sleep(0.1)
             self._arrived.set()
 

@@ -35,10 +35,10 @@ SMALL = 64 << 10
 
 
 def buckets(payload: Payload, size: int) -> Iterator[list[Bytes]]:
-    """The payload's bytes in lists of up to ``size`` bytes, or of one block that is larger: sharded sources need no
-    more memory than that at a time."""
+    """The payload's bytes in lists of up to ``size`` bytes, or of one block that is larger. One that is gathered from
+    several ranks goes into several lists then: nobody needs more memory than two of them take."""
     bucket = _Bucket()
-    for flat in payload.tensors():
+    for flat in payload.parts(size):
         if bucket.nbytes and bucket.nbytes + flat.numel() > size:
             yield bucket.pieces()
             bucket = _Bucket()
@@ -89,7 +89,8 @@ def stretches_of(buckets: Iterable[Sequence[Any]], layout: Layout) -> list[Bytes
 
 
 def blocks_of(stretches: Sequence[Bytes], layout: Layout) -> Iterator[Bytes]:
-    """The blocks, in the layout's order. Raises ``WireError`` where one does not lie within one stretch."""
+    """The blocks, in the layout's order; a copy of one that does not lie within one stretch. Raises ``WireError`` where
+    a stretch ends amid others than those."""
     rest, begin, end = iter(stretches), 0, 0
     stretch = np.empty(0, np.uint8)
     for start, size in zip(layout.starts, layout.sizes):
@@ -99,7 +100,15 @@ def blocks_of(stretches: Sequence[Bytes], layout: Layout) -> Iterator[Bytes]:
         first = start - begin if size else 0
         block = stretch[first : first + size]
         if block.size != size:
-            raise WireError(f"a block of {size} bytes is cut off after {block.size}")
+            parts, lacking = [block], size - block.size
+            while lacking:
+                if first or parts[-1].size % ALIGNMENT:
+                    raise WireError(f"a block of {size} bytes is cut off after {size - lacking}")
+                stretch = next(rest)
+                begin, end = end, end + aligned(stretch.size)
+                parts.append(stretch[:lacking])
+                lacking -= parts[-1].size
+            block = np.concatenate(parts)
         yield block
 
 

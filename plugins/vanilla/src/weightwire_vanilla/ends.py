@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import threading
-from collections import deque
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from weightwire.endpoint import scoped
 from weightwire.errors import ClosedError, EndpointInUseError
 from weightwire.transport import (
+    NOW,
     Applied,
     Deadline,
     Delivery,
@@ -64,7 +65,7 @@ class Place:
         self._waiting = 0
         self.sender: VanillaSender | None = None
         self.receivers: dict[str, VanillaReceiver] = {}
-        self.events: deque[Event] = deque()
+        self.events: list[Event] = []
         self.shelf: Shelf[Item] = Shelf()
         self.news = 0
         self.epoch = 0
@@ -170,9 +171,11 @@ class VanillaSender(Sender):
                     for r in receivers
                     if not r.inline and r.can_take_something()  # an inline one says itself that it has applied it
                 )
-        with payload.phase("commit"):
-            for receiver, delivery in deliveries:
-                receiver.deliver(delivery)
+        begun = time.perf_counter()
+        for receiver, delivery in deliveries:
+            assert receiver.deliver is not None
+            receiver.deliver(delivery)
+        payload.seconds["commit"] = time.perf_counter() - begun
 
     def _shelve(self, payload: Payload, to: frozenset[str] | None) -> Item:
         place = self._place
@@ -192,22 +195,22 @@ class VanillaSender(Sender):
         with place.lock:
             if place.sender is not self:
                 raise ClosedError(f"the updater of {self.endpoint} is closed")
-            if not place.events and not deadline.expired:
+            if not place.events and deadline is not NOW:
                 place.wait(deadline)
-            events = list(place.events)
-            place.events.clear()
-            return events
+        # No call between these lines: a Ctrl-C is noticed only at calls, and must not lose an event.
+        events = place.events[:]
+        del place.events[: len(events)]
+        return events
 
     def close(self, deadline: Deadline) -> None:
         place = self._place
         with place.lock:
-            if place.sender is not self:
-                return
-            place.sender = None
-            for receiver in place.receivers.values():
-                receiver.part()
-            place.receivers.clear()
-            place.wake()
+            if place.sender is self:
+                for receiver in place.receivers.values():
+                    receiver.part()
+                place.receivers.clear()
+                place.wake()
+                place.sender = None  # last, so that a close() that was interrupted begins again
         _part(place)
 
 
@@ -216,7 +219,12 @@ class Straight(Delivery):
 
     def __init__(self, payload: Payload) -> None:
         self._entries = payload.entries()
+        self._on_host = not payload.devices
         super().__init__(payload.header)
+
+    @property
+    def on_host(self) -> bool:
+        return self._on_host
 
     def views(self) -> list[Tensor]:
         return self._entries
@@ -230,6 +238,7 @@ class VanillaReceiver(Receiver):
         self.name, self.incarnation = context.worker, context.incarnation
         self.alias = context.apply == "alias"
         self.inline = context.deliver is not None
+        self.deliver = context.deliver  # set where it is inline
         self.direct = self.inline and not self.alias  # it is done with the tensors when `deliver` returns
         self.whereabouts = "vanilla reaches trainers in this process only"
         self._place = place = _meet(scoped(endpoint.location))
@@ -265,19 +274,18 @@ class VanillaReceiver(Receiver):
         self._ending = True
         self.closed = not self.can_take_something()
 
-    def deliver(self, delivery: Delivery) -> None:
-        assert self._context.deliver is not None
-        self._context.deliver(delivery)
-
     def poll(self, have: Have, deadline: Deadline | None) -> Delivery | None:
         place = self._place
         if self._seen is not None and self._seen[0] == place.news and self._seen[1] is have and deadline is None:
             return None
         with place.lock:
             while True:
-                item = None if self.closed else choose(have, *place.shelf.of(self.name))
+                full, subset = place.shelf.of(self.name)
+                item = None if self.closed else choose(have, full, subset)
                 if item is not None:
-                    return item.arena.deliver(item.header, alias=self.alias)
+                    delivery = item.arena.deliver(item.header, alias=self.alias)
+                    delivery.alone = subset is None
+                    return delivery
                 self.closed = self.closed or self._ending
                 if deadline is None or deadline.expired or self.closed:
                     self._seen = (place.news, have)
@@ -294,11 +302,12 @@ class VanillaReceiver(Receiver):
         place = self._place
         with place.lock:
             if place.receivers.get(self.name) is self:
-                del place.receivers[self.name]
                 before = place.shelf.kept()
                 place.shelf.forget(self.name)
                 place.let_go(before)
-                place.events.append(Left(worker=self.name, incarnation=self.incarnation))
+                goodbye = Left(worker=self.name, incarnation=self.incarnation)
+                place.events.append(goodbye)  # twice where Ctrl-C comes up here: the second one counts for nothing
+                del place.receivers[self.name]
             self.connected, self.closed = False, True
             place.wake()
         _part(place)

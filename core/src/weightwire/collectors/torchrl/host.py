@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from weightwire.errors import PushError
 
-__all__ = ["acts_here", "caller", "gate", "model_of", "says_ranks", "update_as_one", "while_ray_is_up", "workers_of"]
+__all__ = [
+    "acts_here",
+    "as_one",
+    "caller",
+    "gate",
+    "model_of",
+    "says_ranks",
+    "update_as_one",
+    "while_ray_is_up",
+    "workers_of",
+]
 
 
 def acts_here(collector: Any) -> bool:
@@ -107,20 +117,20 @@ def update_as_one(collector: Any) -> None:
             try:
                 original(me, weights, model_id=name, **options)
             except Exception as exc:
-                failed[name] = exc
+                failed[f"model {name!r}"] = exc
         if failed:
-            raise _joined(failed, {name: schemes[name] for name in together})
+            versions = {name: getattr(schemes[name], "version", "unknown") for name in together}
+            raise as_one(failed, [f"model {name!r} is at version {version}" for name, version in versions.items()])
 
     collector._weight_update_impl = update
 
 
-def _joined(failed: Mapping[str, Exception], schemes: Mapping[str, Any]) -> Exception:
-    """One error for all models: of the kind of the most serious one, with what became of the others."""
+def as_one(failed: Mapping[str, Exception], standing: Sequence[str]) -> Exception:
+    """One error for several pushes: of the kind of the most serious one, with what became of the others."""
+    if len(failed) == 1 and not standing:
+        return next(iter(failed.values()))
     worst = min(failed.values(), key=lambda exc: not isinstance(exc, PushError))
-    lines = [f"model {name!r} failed: {type(exc).__name__}: {exc}" for name, exc in failed.items()]
-    for name, scheme in schemes.items():
-        lines.append(f"model {name!r} is at version {getattr(scheme, 'version', 'unknown')}")
-    text = "\n".join(lines)
+    text = "\n".join([*(f"{what} failed: {type(exc).__name__}: {exc}" for what, exc in failed.items()), *standing])
     if isinstance(worst, PushError):
         facts = {key: getattr(worst, key) for key in ("report", "version", "worker", "phase", "tensor")}
         joined: Exception = type(worst)(text, **facts)

@@ -23,7 +23,7 @@ from weightwire.collectors.torchrl.local import own_policy
 from weightwire.collectors.torchrl.modules import Kept, kept
 from weightwire.collectors.torchrl.sending import Sending, ids_of
 from weightwire.endpoint import parse
-from weightwire.errors import ClosedError, UnknownWorkerError
+from weightwire.errors import ClosedError
 
 if TYPE_CHECKING:
     from weightwire.endpoint import Endpoint
@@ -108,8 +108,24 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
 
     @property
     def initialized_on_sender(self) -> bool:
-        """No longer, once the collector that it served was shut down: the next one may have it."""
-        return bool(self._initialized_on_sender) and not self._left()
+        """Never in the trainer: whoever asks wants to know whether to initialise it, and that is where a second
+        collector, or a second model of one, is refused."""
+        return bool(self._initialized_on_sender) and self._process != os.getpid()
+
+    def init_on_sender(self, *args: Any, model_id: str = "policy", context: Any = None, **kwargs: Any) -> None:
+        """TorchRL's first call in the trainer. Raises ``RuntimeError`` where it serves another collector or model."""
+        if self.context is not None and not self._left():
+            if self.context is not context:
+                raise RuntimeError(self._taken())
+            if self._model_id != model_id:
+                raise RuntimeError(
+                    f"weight_sync_schemes has one scheme for the models {self._model_id!r} and {model_id!r}, and one "
+                    f"object carries one model: make a scheme for each, {{{self._model_id!r}: scheme(...), "
+                    f"{model_id!r}: scheme(...)}}, each with a location of its own"
+                )
+        elif self._leaf is not None:  # of a collector in this process that is gone
+            self._close_leaf()
+        super().init_on_sender(*args, model_id=model_id, context=context, **kwargs)
 
     def _init_on_sender_impl(
         self,
@@ -124,8 +140,6 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """``context`` is the collector; without one, ``model`` (or ``weights``) is what is pushed."""
-        if self._sending is not None and self.context not in (None, context) and not self._left():
-            raise RuntimeError(self._taken())
         self.model_id = model_id
         self.context = context
         self.synchronized_on_sender = False
@@ -145,6 +159,7 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
         if acts_here(context):
             original = getattr(context, "_orig_policy", None)  # what its user gave it, where it acts with another one
             acts, source = own_policy(context, model_id, source if original is None else original)
+            _check_module(acts, model_id, context)
         if self._sending is not None and self._sending.source is not source:
             self._close_sending()
         if self._sending is None:
@@ -191,19 +206,29 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
         context = self.context
         if self._left():
             raise ClosedError(f"{self!r}: the collector was shut down, so there is nobody to update")
-        if isinstance(weights, str):
-            weights = model_of(context, weights)
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            weights = {worker: self._named(each) for worker, each in weights.items()}
+        weights = self._named(weights)
         ids = ids_of(worker_ids, getattr(context, "policy_device", None))
         if ids is not None and says_ranks(context):
             ids = [worker - 1 for worker in ids]
-        expected = range(self._workers) if ids is None else ids
-        if self._workers and not all(0 <= worker < self._workers for worker in expected):
-            raise UnknownWorkerError(f"worker_ids={worker_ids!r}: the workers are 0 to {self._workers - 1}")
         if weights is sending.source:
             weights = None
-        report = sending.push(weights, ids, expected=expected)
+        report = sending.push(weights, ids, count=self._workers)
         self._tell(context)
         return report
+
+    def _named(self, weights: Any) -> Any:
+        """What is to be pushed, where it may be the name of a model in the collector."""
+        if not isinstance(weights, str):
+            return weights
+        model = model_of(self.context, weights)
+        if model is None:
+            raise ValueError(
+                f"weights is the text {weights!r}, and the collector has no model of that name; hand over the weights "
+                "themselves, or leave them out for the collector's own"
+            )
+        return model
 
     def update_weights(self, weights: Any = None) -> None:
         """What TorchRL's ``UpdateWeights(sender=...)`` calls."""
@@ -264,8 +289,7 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
         context = self.context
         if model is None and context is not None:
             model = model_of(context, model_id)
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model {model_id!r} of {context!r} is no Module but {model!r:.200}: it has no weights")
+        _check_module(model, model_id, context)
         if worker_idx is None:
             worker_idx = getattr(context, "_worker_idx", None)
         self._worker_idx = worker_idx
@@ -340,12 +364,15 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
         super().shutdown()
         if getattr(self, "_process", None) != os.getpid():
             return
-        leaf, self._leaf = self._leaf, None
-        if leaf is not None:
-            leaf.close()
+        self._close_leaf()
         self._close_sending()
         self._initialized_on_sender = self._initialized_on_receiver = False
         self.synchronized_on_sender = self.synchronized_on_receiver = False
+
+    def _close_leaf(self) -> None:
+        leaf, self._leaf = self._leaf, None
+        if leaf is not None:
+            leaf.close()
 
     def _close_sending(self) -> None:
         sending, self._sending = self._sending, None
@@ -362,6 +389,15 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<WeightwireScheme {self._model_id or ''} at {self._feed.endpoint}>"
+
+
+def _check_module(model: Any, model_id: str, context: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        where = "" if context is None else f" of this {type(context).__name__}"
+        raise TypeError(
+            f"model {model_id!r}{where} is no Module but {model!r:.200}: it has no weights to be updated. Give the "
+            "collector a Module as its policy, or leave out this scheme"
+        )
 
 
 def _before(policy: torch.nn.Module, leaf: Leaf) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from weightwire.errors import ClosedError, PushError, UnknownWorkerError, WaitTimeout, WorkerLostError
+from weightwire.collectors.torchrl.host import as_one
+from weightwire.errors import (
+    ClosedError,
+    PushError,
+    UnknownWorkerError,
+    WaitTimeout,
+    WeightwireError,
+    WorkerLostError,
+)
 from weightwire.hookspecs import hookimpl
 from weightwire.transport import Deadline
 from weightwire.updater import WeightUpdater
@@ -61,8 +69,10 @@ class Sending:
         self._joined.pids.clear()
         self.updater.push(wait="none", on_lost="drop")  # lost are those of a collector that was here before
 
-    def push(self, weights: Any, ids: Iterable[int] | None, *, expected: Iterable[int]) -> PushReport:
-        """One version to the workers ``ids``, or to all, once each of ``expected`` has been there."""
+    def push(self, weights: Any, ids: Iterable[int] | None, *, count: int) -> PushReport:
+        """One version to the workers ``ids``, or to all of ``count`` (0 where nobody knows how many there are to be),
+        once each of them has been there; or one to each worker, where ``weights`` is a mapping from index to weights.
+        """
         if weights is None and self.source is None:
             raise ValueError(
                 f"the collector has no weights of its own for {self.updater.endpoint}: say which to push, "
@@ -71,15 +81,31 @@ class Sending:
         if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
             if ids is not None:
                 raise ValueError("weights for each worker already say who gets them: leave out worker_ids")
-            reports = [self.push(each, [worker], expected=[worker]) for worker, each in weights.items()]
-            return reports[-1]
-        self._meet(expected)
+            return self._push_each(weights, count)
+        self._meet(range(count) if ids is None else ids, count)
         names = None if ids is None else self._names(ids)
         if names is None and self._joined.pids and not self.updater.workers:
             raise ClosedError(
                 f"no worker is left at {self.updater.endpoint}: the collector has been shut down, or died"
             )
         return self.updater.push(weights, wait=self._wait, workers=names)
+
+    def _push_each(self, weights: Mapping[int, Any], count: int) -> PushReport:
+        """To each worker its own. Who is named is checked before anything is sent; then all are tried, and one error
+        tells of those that failed."""
+        self._meet(weights, count)
+        self._names(weights)
+        reports, failed = [], {}
+        for worker, each in weights.items():
+            try:
+                reports.append(self.updater.push(each, wait=self._wait, workers=self._names([worker])))
+            except WeightwireError as exc:
+                failed[f"worker {worker}"] = exc
+        if failed:
+            raise as_one(
+                failed, [f"worker {worker} was updated" for worker in weights if f"worker {worker}" not in failed]
+            )
+        return reports[-1]
 
     def close(self) -> None:
         """Say goodbye. That workers were ended with their collector is no failure; what else they had to say is
@@ -108,10 +134,14 @@ class Sending:
             names += found
         return names
 
-    def _meet(self, expected: Iterable[int]) -> None:
+    def _meet(self, expected: Iterable[int], count: int) -> None:
         """Wait until each has joined once: who is not there yet could not be waited for by a push."""
         deadline = Deadline.after(self.updater.timeout)
         strangers = set(expected)
+        unknown = sorted(worker for worker in strangers if worker < 0 or (count and worker >= count))
+        if unknown:
+            there = f"0 to {count - 1}" if count else "counted from 0"
+            raise UnknownWorkerError(f"worker_ids names {', '.join(map(str, unknown))}: the workers are {there}")
         while True:
             workers = self.updater.workers  # the updater listens
             strangers = {worker for worker in strangers if not self._find(worker, self._joined.pids)}

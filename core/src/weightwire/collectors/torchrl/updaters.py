@@ -97,7 +97,8 @@ with warnings.catch_warnings():
                 source = None
             collector = self.collector
             ids = ids_of(worker_ids, getattr(collector, "policy_device", None))
-            report = self._sending.push(source, ids, expected=ids or self.all_worker_ids() or ())
+            count = len(self.all_worker_ids() or ()) or int(self._leaf is not None)
+            report = self._sending.push(source, ids, count=count)
             for hook in getattr(self, "post_hooks", ()):
                 hook()
             return report

@@ -86,6 +86,32 @@ class ApplyingCases(Cases):
         assert (receiver.pull(10.0), receiver.ready) == (3, True)
         assert seen(taken) == 3
 
+    @pytest.mark.parametrize("way", ["copy", "owned", "function", "alias"])
+    def test_what_a_worker_writes_reaches_no_other(self, rig: Rig, way: str) -> None:
+        """Into what it copied, was handed, or owns. Aliased: into buffers, which layers write to themselves; parameters
+        may be memory that is to be read only."""
+        if way == "alias" and way not in rig.capabilities:
+            pytest.skip(f"{self.endpoint} does not claim alias")
+        sent = {name: torch.full_like(tensor, 3) for name, tensor in _norm().state_dict().items()}
+        handed: dict[str, Tensor] = {}
+        targets: dict[str, Any] = {"function": handed.update, "owned": None}
+        updater = rig.updater(sent)
+        apply = "alias" if way == "alias" else "copy"
+        writer = rig.receiver(targets.get(way, _norm()), worker="writer", apply=apply)
+        others = [rig.receiver(_norm(), worker="other", apply=apply), rig.receiver(worker="another")]
+        updater.push()
+        assert writer.pull(10.0) == 1
+        held = handed or dict(writer.weights if way == "owned" else writer.weights.named_buffers())
+        for tensor in held.values():
+            tensor.fill_(-1)
+        if "late_join" in rig.capabilities:
+            others.append(rig.receiver(_norm(), worker="late"))
+        for other in others:
+            assert other.pull(10.0) == 1
+            weights = other.weights if other.worker == "another" else other.weights.state_dict()
+            assert snapshot(weights) == snapshot(sent)
+        assert all(tensor.eq(-1).all() for tensor in held.values())
+
     @pytest.mark.parametrize("apply", ["copy", "alias"])
     def test_reader_never_sees_a_mix(self, rig: Rig, apply: str) -> None:
         if apply == "alias" and apply not in rig.capabilities:
@@ -237,7 +263,7 @@ class ApplyingCases(Cases):
         updater.push(counters(1))
         assert worker.pull(10.0) == 1
         with pytest.MonkeyPatch.context() as patch:
-            for way in ("pack", "tensors", "entries"):
+            for way in ("pack", "parts", "tensors", "entries"):
                 patch.setattr(Payload, way, _unreadable)
             with pytest.raises(ZeroDivisionError, match="cannot be read"):
                 updater.push(counters(2), timeout=3.0)
@@ -377,6 +403,11 @@ class ApplyingCases(Cases):
         assert receiver.pull(10.0) == updater.version
         assert updater.wait(timeout=10.0).receipts["w"].state == "applied"
         assert snapshot(receiver.weights) == snapshot(counters(1))
+
+
+def _norm() -> torch.nn.Module:
+    """Frozen, and large enough that no backend takes it for small."""
+    return torch.nn.BatchNorm1d(2**18).eval().requires_grad_(False)
 
 
 def _unreadable(*_: Any) -> Any:

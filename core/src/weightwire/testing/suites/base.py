@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from weightwire.endpoint import parse
+from weightwire.endpoint import Endpoint, parse
 from weightwire.hookspecs import BackendInfo
 from weightwire.registry import open_backend
 from weightwire.testing.rig import Rig
@@ -34,17 +34,18 @@ class Cases:
     """Base of the mix-ins."""
 
     endpoint: ClassVar[str]
-    options: ClassVar[Mapping[str, Any]] = {}
+    options: Mapping[str, Any] = {}  # a fixture of a suite's own may set more on an instance
     skip: ClassVar[Mapping[str, str]] = {}
 
-    def make_endpoint(self) -> str:
-        """A place that nobody uses yet, as a text that both sides can be given. Override it where that takes more."""
-        if "://" in self.endpoint:
-            return self.endpoint
+    def make_location(self) -> str:
+        """A location that nobody uses yet. Override it where that takes more than a name or a free port."""
         by_port = self.info().location == "host:port"
-        location = f"127.0.0.1:{_free_port()}" if by_port else f"kit-{uuid.uuid4().hex[:12]}"
-        options = "&".join(f"{key}={value}" for key, value in self.options.items())
-        return f"{self.endpoint}://{location}" + (f"?{options}" if options else "")
+        return f"127.0.0.1:{_free_port()}" if by_port else f"kit-{uuid.uuid4().hex[:12]}"
+
+    def make_endpoint(self) -> str:
+        """A place for a case, as a text that both sides can be given."""
+        endpoint = self._asked()
+        return str(endpoint if endpoint.location else replace(endpoint, location=self.make_location()))
 
     def make_rig(self, capabilities: frozenset[str]) -> Rig:
         """What a case stands on. Override it where workers are to live elsewhere than in processes of this host."""
@@ -52,8 +53,11 @@ class Cases:
 
     def info(self) -> BackendInfo:
         """What the backend says of itself."""
+        return open_backend(self._asked()).info
+
+    def _asked(self) -> Endpoint:
         endpoint = parse(self.endpoint)
-        return open_backend(replace(endpoint, options={**endpoint.options, **self.options})).info
+        return replace(endpoint, options={**endpoint.options, **self.options})
 
     @pytest.fixture(autouse=True)
     def _gate(self, request: pytest.FixtureRequest) -> None:

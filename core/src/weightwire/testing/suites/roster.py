@@ -56,6 +56,7 @@ class RosterCases(Cases):
 
     def test_subset_on_top_of_a_missed_full_version(self, rig: Rig) -> None:
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
+        updater.wait_for_workers(1)  # who comes in between has the full version alone for a moment
         updater.push(counters(1))
         part = {"layer1.weight": counters(2)["layer1.weight"]}
         updater.push(part, partial=True)
