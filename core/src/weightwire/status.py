@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from weightwire import forks
-from weightwire.roster import WorkerInfo
-from weightwire.transport import Applied, Event, Joined, Left, Lost, Noted, Refused, Staged
+from weightwire.roster import Failure, Roster, WorkerInfo
+from weightwire.transport import Event, Lost
 
 if TYPE_CHECKING:
     from weightwire.report import PushReport
@@ -223,7 +223,7 @@ def _describe(updater: WeightUpdater) -> dict[str, Any]:
     pulse, record = updater._pulse, updater._backend.record
     infos, heard, epochs, pushing = updater._glance()
     workers = {info.name: info for info in infos}
-    losses = [*pulse.lost, *_catch_up(workers, heard)]
+    losses = [*pulse.lost, *_catch_up(workers, heard, epochs)]
     version = updater.version
     last = pulse.last
     return {
@@ -278,38 +278,24 @@ def _worker(info: WorkerInfo, version: int, epochs: Iterable[int]) -> dict[str, 
     }
 
 
-def _catch_up(workers: dict[str, WorkerInfo], heard: Iterable[Event]) -> list[tuple[str, float, str]]:
+def _catch_up(
+    workers: dict[str, WorkerInfo], heard: Iterable[Event], epochs: Iterable[int]
+) -> list[tuple[str, float, str]]:
     """Put what was heard, and waits for the next push to be booked and told, into copies; who was lost."""
-    lost = []
+    ahead, lost = _Ahead(), []
+    ahead.workers, ahead.epochs = workers, set(epochs)
     for event in heard:
-        if isinstance(event, Joined):
-            workers[event.worker] = WorkerInfo(
-                name=event.worker,
-                incarnation=event.incarnation,
-                host=event.host,
-                pid=event.pid,
-                stamp=event.have.acting,
-                staged=event.have.acting,
-                notes=event.notes,
-            )
-            continue
         info = workers.get(event.worker)
-        if info is None or info.incarnation != event.incarnation:
-            continue
-        if isinstance(event, (Lost, Left)):
-            del workers[event.worker]
-            if isinstance(event, Lost):
-                lost.append((event.worker, time.time(), event.reason))
-        elif isinstance(event, Staged):
-            info.staged = max(info.staged or event.stamp, event.stamp)
-        elif isinstance(event, Applied):
-            info.stamp, info.applied, info.error, info.stuck = event.stamp, event, event.error, False
-            info.staged = max(info.staged or event.stamp, event.stamp)
-        elif isinstance(event, Refused):
-            info.error, info.stuck = event.error, False
-        elif isinstance(event, Noted):
-            info.notes = {**info.notes, **event.notes}
+        if isinstance(event, Lost) and info is not None and info.incarnation == event.incarnation:
+            lost.append((event.worker, time.time(), event.reason))
+        ahead.observe(event)
     return lost
+
+
+class _Ahead(Roster):
+    """A roster of copies: the failures in it are told by the real one, when it comes to them."""
+
+    def _fail(self, failure: Failure) -> None: ...
 
 
 # -- who asks --------------------------------------------------------------------------------------------------------

@@ -10,15 +10,16 @@ not begun.
 from __future__ import annotations
 
 import _thread
-import ctypes
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import torch
+
+from weightwire.threads import one_core
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,6 @@ SHARE = 8
 """Pieces for each thread, about, so that one which gets less of its core leaves the others more."""
 ALONE = 2**18, 2**25
 """Bytes of payloads that one thread copies: less are not shared by torch either, and more it had better share."""
-
-_program: Any = ctypes.CDLL(None)  # with the OpenMP library that torch has loaded, where it is one
 
 
 def cut(layout: Layout, size: int) -> list[tuple[int, int]]:
@@ -65,7 +64,7 @@ class Packer:
         threads = min(torch.get_num_threads(), nbytes // PIECE) if payload.independent else 1
         pieces = cut(payload.layout, max(PIECE, nbytes // (SHARE * threads))) if threads > 1 else []
         if len(pieces) < max(2 * threads, 2):
-            with _one_core() if ALONE[0] < nbytes < ALONE[1] else nullcontext():
+            with one_core() if ALONE[0] < nbytes < ALONE[1] else nullcontext():
                 payload.pack(out)
             return
         tasks = deque((part(*piece), *piece) for piece in pieces)
@@ -76,7 +75,7 @@ class Packer:
                 with suppress(RuntimeError):  # no more threads to be had
                     # Not threading.Thread, whose start waits until it has a core.
                     _thread.start_new_thread(_help, (payload, tasks, self._busy[-1], errors))
-            with _one_core():
+            with one_core():
                 _copy(payload, tasks)
         finally:
             tasks.clear()
@@ -96,7 +95,7 @@ def _help(
 ) -> None:
     with busy:
         try:
-            with _one_core():
+            with one_core():
                 _copy(payload, tasks)
         except Exception as exc:
             tasks.clear()
@@ -110,18 +109,3 @@ def _copy(payload: Payload, tasks: deque[tuple[Tensor, int, int]]) -> None:
         except IndexError:
             return
         payload.pack(*task)
-
-
-@contextmanager
-def _one_core() -> Iterator[None]:
-    """Let this thread's copies run on one core. Other threads are not affected, as they are by
-    ``torch.set_num_threads``; nor is anything where OpenMP is not what torch uses."""
-    before = torch.get_num_threads()  # also has torch make up its mind about this thread, which it does once
-    if before == 1 or not hasattr(_program, "omp_set_num_threads"):
-        yield
-        return
-    try:
-        _program.omp_set_num_threads(1)
-        yield
-    finally:
-        _program.omp_set_num_threads(before)

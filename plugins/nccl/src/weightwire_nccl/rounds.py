@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.errors import WaitTimeout
+from weightwire.threads import one_core
 from weightwire_nccl.board import BrokenBoard
 from weightwire_nccl.groups import GroupError
 from weightwire_nccl.messages import Abort, Go, Ping, Plan
 from weightwire_nccl.source import Source, Whole
-from weightwire_nccl.threads import one_core
 from weightwire_nccl.works import SLICE, Works
 
 if TYPE_CHECKING:

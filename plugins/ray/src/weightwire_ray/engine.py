@@ -74,7 +74,8 @@ class Engine:
             if not options.address:
                 raise RayNotRunningError(
                     f"endpoint {str(endpoint)!r}: Ray is not initialised in this process. Call ray.init() first, or "
-                    "ray.init(address='auto') to connect to a running cluster; Weightwire never starts Ray by itself."
+                    "name a cluster that runs (`ray start --head` starts one) in the endpoint: ?address=auto. "
+                    "Weightwire never starts Ray by itself."
                 )
             _connect(endpoint, options.address, deadline)
         if ray.util.client.ray.is_connected():
