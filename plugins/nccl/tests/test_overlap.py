@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from weightwire import threads
 from weightwire.threads import one_core
 from weightwire.transport import Deadline, Have, Joined
-from weightwire_nccl import threads
 from weightwire_nccl.source import Ring, Whole
 from weightwire_nccl.works import IN_FLIGHT, Works
 
