@@ -1,7 +1,7 @@
-"""The tests, in two processes side by side: they wait for each other's processes far more than they compute.
+"""The tests, in three processes side by side: they wait for each other's processes far more than they compute.
 
-``python scripts/run_tests.py [pytest's arguments]``. What the second half says is printed when the first has ended.
-Where folders or files are named, these are run, in one process.
+``python scripts/run_tests.py [pytest's arguments]``. What the first part says is printed at once, what the others say
+when all have ended. Where folders or files are named, these are run, in one process.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-HALVES = (
-    ["core/tests", "plugins/vanilla/tests", "plugins/ipc/tests", "tests", "--ignore=tests/collectors"],
-    ["plugins/ray/tests", "plugins/nccl/tests", "tests/collectors"],
+PARTS = (
+    ["core/tests", "plugins/vanilla/tests", "plugins/nccl/tests"],
+    ["plugins/ray/tests", "plugins/ipc/tests"],
+    ["tests"],
 )
 NOTHING = 5  # pytest's exit status where nothing was selected
 
@@ -25,18 +27,22 @@ def main(arguments: list[str]) -> int:
     if any((ROOT / argument.partition("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
         return subprocess.call(pytest, cwd=ROOT)
     begun = time.monotonic()
-    with tempfile.TemporaryFile() as said:
-        cache = ["-o", "cache_dir=.pytest_cache/second"]
-        second = subprocess.Popen([*pytest, *cache, *HALVES[1]], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
-        try:
-            found = [subprocess.call([*pytest, *HALVES[0]], cwd=ROOT), second.wait()]
-        finally:
-            second.kill()
-            second.wait()
-        said.seek(0)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(said.read())
-    print(f"both halves: {time.monotonic() - begun:.0f} s", flush=True)
+    with ExitStack() as stack:
+        runs = []
+        for number, part in enumerate(PARTS):
+            said = stack.enter_context(tempfile.TemporaryFile()) if number else None
+            cache = ["-o", f"cache_dir=.pytest_cache/{number}"]
+            run = subprocess.Popen([*pytest, *cache, *part], cwd=ROOT, stdout=said, stderr=said and subprocess.STDOUT)
+            stack.callback(run.wait)
+            stack.callback(run.kill)
+            runs.append((run, said))
+        found = [run.wait() for run, _ in runs]
+        for _, said in runs:
+            if said is not None:
+                said.seek(0)
+                sys.stdout.flush()
+                sys.stdout.buffer.write(said.read())
+    print(f"all parts: {time.monotonic() - begun:.0f} s", flush=True)
     failed = [status for status in found if status not in (0, NOTHING)]
     return failed[0] if failed else min(found)
 

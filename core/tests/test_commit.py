@@ -180,8 +180,11 @@ STORM = dedent(
         assert whole.min() == whole.max(), f"a mix of {whole.unique()}"
         return int(whole[0])
 
+    armed = False
+
     def interrupt(number, frame):
-        raise KeyboardInterrupt
+        if armed:  # one that another thread has taken may be heard of late
+            raise KeyboardInterrupt
 
     gc.disable()  # so that the time to interrupt at can be told
     signal.signal(signal.SIGALRM, interrupt)
@@ -201,6 +204,7 @@ STORM = dedent(
         try:
             # Again and again, so that undoing is hit as well.
             first, again = span * dice.uniform(0.02, 1.0) + 1e-6, span * dice.uniform(0.05, 0.5) + 1e-6
+            armed = True
             signal.setitimer(signal.ITIMER_REAL, first, again)
             commit([prepared], then=partial(setattr, receiver, "state", number))
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -208,6 +212,7 @@ STORM = dedent(
             hits += 1
         while True:
             try:
+                armed = False
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 break
             except KeyboardInterrupt:
