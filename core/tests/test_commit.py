@@ -234,7 +234,7 @@ STORM = dedent(
 
 @pytest.mark.parametrize("apply", ["copy", "alias"])
 def test_interrupts_never_leave_a_mix(apply: str) -> None:
-    hits, _, _ = storm("module", apply, 10_000, 200)
+    hits, _, _ = storm("module", apply, 10_000, 120)
     assert hits >= 50, "the interrupts are to hit the commit"
 
 
