@@ -40,9 +40,15 @@ class Plan:
 
     def need(self, work: str, gigabytes: float) -> None:
         """Raises :class:`NoRoomError` where less memory is free: the kernel would kill somebody in the middle."""
-        free = available() / 1e9
+        until = time.monotonic() + RETURN
+        while (free := available() / 1e9) < gigabytes and not self.quick and time.monotonic() < until:
+            time.sleep(0.2)
         if not self.quick and free < gigabytes:
             raise NoRoomError(f"{work}: needs {gigabytes:g} GB of free memory, and there are {free:.1f} GB")
+
+
+RETURN = 30.0
+"""Seconds in which the kernel has taken back what the processes of the work before had."""
 
 
 class NoRoomError(Exception):
