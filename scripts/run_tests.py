@@ -1,4 +1,4 @@
-"""The tests, in three processes side by side: they wait for each other's processes far more than they compute.
+"""The tests, in two processes side by side: they wait for each other's processes far more than they compute.
 
 ``python scripts/run_tests.py [pytest's arguments]``. What the first part says is printed at once, what the others say
 when all have ended. Where folders or files are named, these are run, in one process.
@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+ELSEWHERE = ("tests/collectors", "tests/test_sharded.py", "tests/test_interrupts.py")
 PARTS = (
-    ["core/tests", "plugins/vanilla/tests", "plugins/nccl/tests"],
-    ["plugins/ray/tests", "tests/collectors"],
-    ["plugins/ipc/tests", "tests", "--ignore=tests/collectors"],
+    ["core/tests", "plugins/ipc/tests", "tests", *(f"--ignore={path}" for path in ELSEWHERE)],
+    ["plugins/vanilla/tests", "plugins/ray/tests", "plugins/nccl/tests", *ELSEWHERE],
 )
 NOTHING = 5  # pytest's exit status where nothing was selected
 
