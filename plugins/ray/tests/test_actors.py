@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import ray
 
-from weightwire import WeightReceiver, WeightUpdater
+from weightwire import WeightReceiver, WeightUpdater, wire
 from weightwire.errors import EndpointInUseError, WaitTimeout, WorkerLostError
 from weightwire.testing.rig import took
 from weightwire.testing.states import counters, seen
 from weightwire.testing.workers import until
+from weightwire.transport import Joined
 from weightwire_ray.engine import mailbox_name
+from weightwire_ray.process import started
+from weightwire_ray.protocol import PROTOCOL, UNKNOWN, Facts
 
 Hire = Callable[..., Any]
 
@@ -256,6 +259,17 @@ def test_who_closes_while_it_joins_leaves(place: str, updater: WeightUpdater) ->
         receiver.close()
     with took(at_most=5.0):
         updater.push(counters(2), wait="applied", allow_empty=True)
+
+
+def test_a_goodbye_may_overtake_its_hello(place: str, updater: WeightUpdater) -> None:
+    """Ray does not keep the order of calls to an async actor."""
+    box, me = mailbox(place), ("hasty", time.time_ns())
+    get(box.leave.remote(*me))
+    joined = Joined(worker=me[0], incarnation=me[1])
+    facts = Facts(ray.get_runtime_context().get_node_id(), os.getpid(), started(os.getpid()), "")
+    assert get(box.join.remote(PROTOCOL, *me, wire.encode_event(joined), facts)) == ("", "")
+    assert get(box.news.remote(*me, (None, None), 0.0)).kind == UNKNOWN
+    assert updater.push(counters(1), wait="applied", allow_empty=True).receipts == {}
 
 
 def test_goodbye_reaches_everybody(place: str, updater: WeightUpdater, hire: Hire) -> None:

@@ -40,6 +40,8 @@ RETURN = 5.0
 """Seconds in which workers come back to a mailbox that was made again; they look for it twice a second."""
 GATHER = 0.0005
 """Seconds in which more events may come and share an answer: a call costs about as much."""
+REMEMBERED = 1000
+"""Goodbyes that overtook their hello: Ray does not keep the order of calls to an async actor."""
 ANSWER = 1.5
 """Seconds that a worker whose name somebody else wants has to show that it lives."""
 
@@ -100,6 +102,7 @@ class Mailbox:
         self._edition = 0
         self._digests: dict[Version, asyncio.Future[bytes]] = {}
         self._peers: dict[str, Peer] = {}
+        self._parted: deque[tuple[str, int]] = deque(maxlen=REMEMBERED)
         self._events: deque[tuple[int, str, int, bytes]] = deque()
         self._number = 0
         self._owner_bell = Bell()
@@ -195,6 +198,8 @@ class Mailbox:
                 )
             else:
                 self._lose(other, f"process {other.facts.pid} died without a goodbye, and came back")
+        if (worker, incarnation) in self._parted:
+            return "", ""
         local = facts.node == self._node and facts.started != 0 and started(facts.pid) == facts.started
         peer = self._peers[worker] = Peer(worker, incarnation, facts, local)
         before = self._awaited.pop(worker, incarnation)
@@ -241,7 +246,9 @@ class Mailbox:
     async def leave(self, worker: str, incarnation: int) -> None:
         """Goodbye."""
         peer = self._peers.get(worker)
-        if peer is not None and peer.incarnation == incarnation:
+        if peer is None or peer.incarnation != incarnation:
+            self._parted.append((worker, incarnation))
+        else:
             self._drop(peer)
             self._shelf.forget(worker)
             if not self._closed:

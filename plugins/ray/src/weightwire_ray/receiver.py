@@ -77,6 +77,7 @@ class RayReceiver(Receiver):
         self._origin = Origin(f"The ray receiver {context.worker!r} of {str(endpoint)!r}")
         self._cache = wire.LayoutCache()
         self._mailbox: Any = None
+        self._greeted: Any = None  # the mailbox that knows us, or will when it reads our hello
         self._known: Told = (None, None)  # what the thread has fetched, or given up
         self._full: Fetched | None = None
         self._subset: Fetched | None = None
@@ -174,14 +175,13 @@ class RayReceiver(Receiver):
         joined = msgspec.structs.replace(self._context.joined, have=self._context.have())
         hello = wire.encode_event(joined)
         engine = self._engine
+        self._greeted = mailbox  # first, and then the look at ``_over``, which ``close`` sets before it looks here
+        if self._over:
+            raise Late
         future = engine.send(mailbox, "join", PROTOCOL, *self._me, hello, engine.facts)
-        try:
-            kind, text = self._wait_for(future, JOIN)
-        except Late:
-            if self._over:  # it may have let us in all the same
-                self._say_goodbye(mailbox, 0.5)
-            raise
+        kind, text = self._wait_for(future, JOIN)
         if kind:
+            self._greeted = None
             error = EndpointInUseError if kind == "name" else WireError
             self._disconnected(f"{self._where} turned this worker away")
             self._update(error=error(f"{self._origin.what} was turned away: {text}"))
@@ -189,8 +189,6 @@ class RayReceiver(Receiver):
         self._mailbox, self._error = mailbox, None
         self.connected = True
         self.whereabouts = f"{self._where} was there"
-        if self._over:
-            self._say_goodbye(mailbox, 0.5)
         return True
 
     def _follow(self, mailbox: Any) -> None:
@@ -203,7 +201,8 @@ class RayReceiver(Receiver):
                 self._fetch(mailbox, news)
             elif news.kind == CLOSED:
                 self._engine.send(mailbox, "leave", *self._me)  # or else its farewell would wait for us
-                self._mailbox, self.connected = None, False
+                self._mailbox = self._greeted = None
+                self.connected = False
                 self.whereabouts = f"{self._where} has closed"
                 self._update(closed=True)
                 return
@@ -299,22 +298,20 @@ class RayReceiver(Receiver):
     def close(self, deadline: Deadline) -> None:
         if self._over or not self._origin.here:
             return
-        mailbox = self._mailbox
         self._over = True
-        self.connected = False
+        greeted = self._greeted
         atexit.unregister(self._at_exit)
         self._bell.set()
-        if mailbox is not None:
-            self._say_goodbye(mailbox, max(0.05, deadline.remaining))
+        if greeted is not None:  # which may hear this before our hello
+            with suppress(MailboxGone, EngineGone, Late):
+                timeout = min(1.0, max(0.05, deadline.remaining))
+                self._engine.ask(greeted, "leave", *self._me, timeout=timeout)
         if threading.current_thread() is not self._thread:
             self._thread.join(max(LOOK, deadline.remaining))
+        self.connected = False
         self._full = self._subset = None
         with self._changed:
             self._changed.notify_all()
-
-    def _say_goodbye(self, mailbox: Any, timeout: float) -> None:
-        with suppress(MailboxGone, EngineGone, Late):
-            self._engine.ask(mailbox, "leave", *self._me, timeout=min(1.0, timeout))
 
     def _at_exit(self) -> None:
         self.close(Deadline.after(1.0))
