@@ -1,11 +1,11 @@
-"""Virtual environments to install this checkout's packages into, as people do."""
+"""What several modules need: a Ray cluster, and environments to install this checkout's packages into."""
 
 from __future__ import annotations
 
 import subprocess
 import sysconfig
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,25 @@ COMMANDS = {
     "weightwire": 'exec python -m weightwire "$@"',
 }
 """As scripts in the environment, which has to be first on the path. Of pip there is ``install`` only."""
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[str]:
+    """A running cluster's address; this process is connected to it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():  # by another module, and lives on
+        yield ray.get_runtime_context().gcs_address
+        return
+    head = {"num_cpus": 3, "object_store_memory": 512 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+    try:
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="session")

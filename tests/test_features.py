@@ -81,22 +81,6 @@ def receiver_of() -> Iterator[Callable[..., WeightReceiver]]:
         receiver.close()
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[str]:
-    """A running cluster's address."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    head = {"num_cpus": 2, "object_store_memory": 256 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-    try:
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def devices() -> list[Any]:
     """The CPU, and whatever accelerators torch knows; those that are not here are skipped with a reason."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}

@@ -741,24 +741,6 @@ def test_offloaded_shards_are_sent_from_their_backup(trainers: Any, to: str) -> 
         assert_exact(receiver, 3.0)
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[str]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    if ray.is_initialized():  # another module's, which lives on
-        yield ray.get_runtime_context().gcs_address
-        return
-    head = {"num_cpus": 3, "object_store_memory": 512 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-    try:
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def test_two_ranks_send_to_two_ray_workers(trainers: Any, ray_cluster: str) -> None:
     import ray
 
