@@ -1,9 +1,10 @@
 """Where the time of a bar that is short goes: ``python benchmarks/breakdown.py --out benchmarks/results``.
 
-Push and pull of the small state (B3, B8) in one process, step by step, in CPU time of the thread: what another process
-adds to it is the waking of sleepers and caches that are cold. Each step is timed around the calls of the real thing,
-hot (again and again) and cold (after a sweep over more memory than the caches hold). Then pushes over ray and nccl (B6,
-B7), beside what the engines take for the same bytes (``breakdown_engines.py``). Writes ``profile.md``.
+Push and pull of the small state (B3, B8) and, aliased, of the medium one (B2, B4) in one process, step by step, in CPU
+time of the thread: what another process adds to it is the waking of sleepers and caches that are cold. Each step is
+timed around the calls of the real thing, hot (again and again) and cold (after a sweep over more memory than the caches
+hold). Then pushes over ray and nccl (B6, B7), beside what the engines take for the same bytes
+(``breakdown_engines.py``). Writes ``profile.md``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ import weightwire.receiver
 from weightwire import WeightReceiver, WeightUpdater
 
 TURNS, WARM = 200, 30
+COMMITS = {"copy": "the fused copy", "alias": "point the tensors at their new memory"}
+WORKS = (
+    ("vanilla", "small", "copy"),
+    ("ipc", "small", "copy"),
+    ("vanilla", "medium", "copy"),
+    ("ipc", "medium", "alias"),
+)
 
 
 class Steps:
@@ -59,7 +67,7 @@ class Steps:
         return {name: statistics.median(turn.get(name, 0.0) for turn in self.turns) for name in names}
 
 
-def profile(backend: str, state: str, *, cold: bool) -> dict[str, float]:
+def profile(backend: str, state: str, apply: str, *, cold: bool) -> dict[str, float]:
     """Seconds by step of a push, and of a pull where the receiver is not in the trainer's thread."""
     sweep = torch.zeros(64 * 2**20, dtype=torch.uint8)
     steps = Steps()
@@ -67,7 +75,7 @@ def profile(backend: str, state: str, *, cold: bool) -> dict[str, float]:
     with ExitStack() as stack:
         module, target = states.build(state), states.build(state)
         updater = stack.enter_context(WeightUpdater(backend, module))
-        receiver = stack.enter_context(WeightReceiver(updater.endpoint, target, inline=inline))
+        receiver = stack.enter_context(WeightReceiver(updater.endpoint, target, apply=apply, inline=inline))
         commit = weightwire.receiver.commit
         stack.callback(setattr, weightwire.receiver, "commit", commit)
         steps.time(updater._source, "extract", "push: extract (walk the module, see that nothing has changed)")
@@ -76,8 +84,10 @@ def profile(backend: str, state: str, *, cold: bool) -> dict[str, float]:
         steps.time(updater, "_listen", "push: listen (events of the workers)")
         steps.time(receiver._receiver, "poll", "pull: poll (news, header, lease)")
         steps.time(receiver, "_prepare", "pull: prepare (walk the policy, see that nothing has changed)")
-        steps.time(weightwire.receiver, "commit", "pull: commit (the fused copy)")
+        steps.time(weightwire.receiver, "commit", f"pull: commit ({COMMITS[apply]})")
         steps.time(receiver._receiver, "report", "pull: report")
+        if apply == "alias":
+            steps.time(receiver._receiver._loans, "settle", "pull: settle (see that nobody uses the former memory)")
         for turn in range(TURNS + WARM):
             if turn == WARM:
                 steps.turns.clear()
@@ -97,10 +107,11 @@ def table() -> str:
         "| backend, state | step | hot | cold |",
         "|---|---|---|---|",
     ]
-    for backend, state in (("vanilla", "small"), ("ipc", "small"), ("vanilla", "medium")):
-        hot, cold = profile(backend, state, cold=False), profile(backend, state, cold=True)
+    for backend, state, apply in WORKS:
+        hot, cold = (profile(backend, state, apply, cold=cold) for cold in (False, True))
+        work = f"{backend}, {state}" + ", alias" * (apply == "alias")
         for step in sorted(hot, key=lambda name: ("in all" not in name, -cold[name])):
-            lines.append(f"| {backend}, {state} | {step} | {1e6 * hot[step]:.1f} | {1e6 * cold[step]:.1f} |")
+            lines.append(f"| {work} | {step} | {1e6 * hot[step]:.1f} | {1e6 * cold[step]:.1f} |")
     return "\n".join(lines) + "\n"
 
 
