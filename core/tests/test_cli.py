@@ -123,6 +123,9 @@ def test_check_of_some(only_fakes: FakeDist, capfd: pytest.CaptureFixture[str]) 
     assert "SyntaxError" in errors[1]
     assert "sys.path" not in errors[1]
     assert errors[2].startswith("no backend 'nowhere' is installed.")
+    assert main(["backends", "some", "import:cli_faulty", "nowhere", "--check"]) == 1
+    lines = capfd.readouterr().out.splitlines()[1:4]
+    assert [line.split()[-1] for line in lines[1:]] == ["broken", "unknown"]
 
 
 def test_check_is_bounded(

@@ -82,7 +82,7 @@ def backends(
       weightwire backends --check
       weightwire backends --check ipc import:my_package.my_backend
 
-    Exit status: 0 fine, 1 one of those checked is broken or not there, 2 wrong usage.
+    Exit status: 0 fine, 1 one of those checked is broken or unknown, 2 wrong usage.
     """
     from weightwire.cli.backends import run
 

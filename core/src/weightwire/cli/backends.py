@@ -27,26 +27,27 @@ sys.exit(open_in_child(sys.argv[2]))
 
 
 def run(named: Sequence[str] = (), *, check: bool, as_json: bool) -> int:
-    """Print the backends, or only those named; the status is 1 if one of those checked is broken or not there."""
+    """Print the backends, or only those named; the status is 1 if one of those checked is broken or unknown."""
     found = [_look_up(text) for text in named] if named else [(record, "") for record in available()]
     records = [record for record, _ in found]
-    errors = [error or check_one(record) for record, error in found] if check else []
+    errors = [unknown or check_one(record) for record, unknown in found] if check else []
     if as_json:
         print(_json(records, errors if check else None))
     elif not records:
         print(f"No backends are installed. Try: {remedy('ipc')}")
     else:
-        print(_table(records, errors if check else None))
+        told = zip(found, errors)
+        states = ["unknown" if unknown else "broken" if error else "ok" for (_, unknown), error in told]
+        print(_table(records, states, errors))
     return int(any(errors))
 
 
-def _table(records: Sequence[BackendRecord], errors: Sequence[str] | None) -> str:
+def _table(records: Sequence[BackendRecord], states: Sequence[str], errors: Sequence[str]) -> str:
     rows = [["NAME", "DISTRIBUTION", "VERSION", "SUMMARY"]]
     rows += [[r.name, r.distribution, r.version, r.fault or r.summary] for r in records]
-    if errors is not None:
-        for row, state in zip(rows, ["CHECK", *("broken" if error else "ok" for error in errors)], strict=True):
-            row.insert(3, state)
-    lines = [*aligned(rows), *map(printable, filter(None, errors or ()))]
+    for row, state in zip(rows, ["CHECK", *states] if states else ()):
+        row.insert(3, state)
+    lines = [*aligned(rows), *map(printable, filter(None, errors))]
     for name, times in Counter(record.name for record in records).items():
         if times > 1:
             lines.append(f"{name!r} is claimed by {times} distributions: write {name}@DISTRIBUTION to choose.")
