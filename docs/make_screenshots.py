@@ -179,8 +179,8 @@ def demo_and_top() -> None:
     try:
         if not demo.watch(90, until="return"):
             raise RuntimeError("the demo has ended at once:\n" + "\n".join(map(str, demo.screen.texts())))
-        demo.watch(5)
         top = Terminal("weightwire", "top", PLACE)
+        top.watch(4, until="worker-3")
         workers = [
             child for child in psutil.Process(demo.process.pid).children() if "spawn_main" in str(child.cmdline())
         ]
