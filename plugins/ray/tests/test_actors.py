@@ -282,6 +282,48 @@ def test_goodbye_reaches_everybody(place: str, updater: WeightUpdater, hire: Hir
         until(lambda w=worker: get(w.look.remote())["closed"], "the worker learns that it is over")  # type: ignore[misc]
 
 
+def test_who_was_stopped_at_the_goodbye_hears_it_later(
+    place: str, updater: WeightUpdater, hire: Hire, opened: Callable[[Any], Any]
+) -> None:
+    worker = hire(place, "w")
+    updater.push(counters(1), wait="staged")
+    process = get(worker.pid.remote())
+    os.kill(process, signal.SIGSTOP)
+    with took(at_most=5.0):
+        updater.push(counters(2), wait="none")
+        updater.close()
+    os.kill(process, signal.SIGCONT)
+    assert get(worker.pull.remote(10.0)) == 2
+    until(lambda: get(worker.pull.remote()) is None and get(worker.look.remote())["closed"], "it learns that it is over")
+    second = opened(WeightUpdater(place, timeout=60))  # the place is free
+    second.push(counters(3))
+
+
+def test_a_mailbox_that_is_made_again_while_its_updater_closes_is_ended(
+    place: str, updater: WeightUpdater, opened: Callable[[Any], Any]
+) -> None:
+    updater.push(counters(1))
+    for _ in range(3):
+        ray.kill(mailbox(place))
+        updater.close()
+        updater = opened(WeightUpdater(place, timeout=60))
+        updater.push(counters(1))
+
+
+def test_what_is_applied_while_there_is_no_mailbox_is_told_to_the_next(
+    place: str, updater: WeightUpdater, opened: Callable[[Any], Any]
+) -> None:
+    """At whatever point of its return the worker pulls."""
+    receiver = opened(WeightReceiver(place, counters(0), worker="w"))
+    for number in range(1, 5):
+        updater.push(counters(number))
+        ray.kill(mailbox(place))
+        until(lambda: not receiver.connected, "the worker misses the mailbox")
+        time.sleep(number / 5)  # it looks for the next one, or has said hello
+        receiver.pull()
+        assert updater.wait(number, timeout=20.0).receipts["w"].state == "applied"
+
+
 def test_namespaces_are_apart_and_a_mailbox_takes_no_cpu(
     place: str, opened: Callable[[Any], Any], cluster: str
 ) -> None:

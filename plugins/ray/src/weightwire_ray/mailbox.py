@@ -112,6 +112,7 @@ class Mailbox:
         self._awaited: dict[str, int] = {}
         self._awaited_until = 0.0
         self._closed = False
+        self._wanted = False  # by an updater that is to have this place when we have closed
         self._left = Bell()
         self._watching: asyncio.Task[None] | None = None
 
@@ -159,8 +160,9 @@ class Mailbox:
                 self._shelf.put(item, to)
             self._ring(self._peers)
 
-    async def close(self, patience: float) -> None:
-        """No more will come. Returns when every worker that is there was told, or at the end of patience."""
+    async def close(self, patience: float) -> bool:
+        """No more will come. Returns when every worker that is there was told, or at the end of patience: then, where
+        some were not, this mailbox stays until they are, or somebody else wants its place."""
         self._closed = True
         self._owner_bell.ring()
         until = time.monotonic() + patience
@@ -168,10 +170,13 @@ class Mailbox:
             peer.bell.ring()
         while self._peers and time.monotonic() < until:
             await self._left.wait(until)
+        return not self._peers
 
     async def challenge(self, patience: float) -> tuple[bool, int]:
         """For whoever wants this place: whether its owner shows that it lives, and its epoch."""
         self._start()
+        if self._closed:
+            self._wanted = True
         seen, until = self._owner_polls, time.monotonic() + patience
         self._challenged = True
         self._owner_bell.ring()
@@ -222,11 +227,11 @@ class Mailbox:
         while True:
             if self._peers.get(worker) is not peer:
                 return News(UNKNOWN)
-            if self._closed:
-                return News(CLOSED)
             offer = self._shelf.of(worker)
             if told(offer) != known:
                 return News(NEWS, offer, time.monotonic())
+            if self._closed:
+                return News(CLOSED)
             if peer.asked or time.monotonic() >= until:
                 return News(QUIET)
             await peer.bell.wait(until)
@@ -328,6 +333,8 @@ class Mailbox:
             await asyncio.sleep(LOOK)
             if self._watched and gone(self._owner.pid, self._owner.started):
                 os._exit(1)  # its forked children may keep Ray from noticing
+            if self._closed and (self._wanted or not self._peers):
+                ray.kill(ray.get_runtime_context().current_actor)
             now = time.monotonic()
             while self._awaited and now > self._awaited_until:
                 self._miss(*self._awaited.popitem())

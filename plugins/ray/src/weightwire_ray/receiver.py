@@ -37,6 +37,8 @@ RETRY = (0.02, 0.5)
 """Seconds between looks for a mailbox: at first, and when there was none for long."""
 JOIN = 10.0
 """Seconds for an answer to a hello."""
+SLOW = 1e9
+"""Bytes a second that the mailbox's node hashes at least."""
 
 
 class Superseded(Exception):
@@ -85,6 +87,8 @@ class RayReceiver(Receiver):
         self._error: Exception | None = None
         self._serial = 0  # grows with everything that ``poll`` should look at
         self._seen = -1
+        self._told: bytes | None = None  # the last report
+        self._ending = False  # the trainer has closed: when nothing is left to be read, so are we
         self._over = False
         self._changed = threading.Condition()
         self._bell = threading.Event()  # wakes the thread
@@ -100,13 +104,13 @@ class RayReceiver(Receiver):
         self._origin.check()
         begun = time.monotonic()
         while not self._over:
-            serial = self._serial
+            serial, ending = self._serial, self._ending
             if self._error is not None:
                 with self._changed:  # or else one that comes just now would be lost
                     error, self._error = self._error, None
                 if error is not None:
                     raise error
-            chosen = None if self.closed else choose(have, self._full, self._subset)
+            chosen = choose(have, self._full, self._subset)
             if chosen is not None and deadline is not None and self._as_of < begun and not deadline.expired:
                 self._catch_up(deadline)
                 chosen = choose(have, self._full, self._subset)
@@ -114,6 +118,7 @@ class RayReceiver(Receiver):
                 delivery: Delivery = chosen.delivery()
                 return delivery
             self._seen = serial
+            self.closed = self.closed or ending
             if self.closed or deadline is None or deadline.expired:
                 return None
             with self._changed:
@@ -135,11 +140,12 @@ class RayReceiver(Receiver):
                 )
 
     def report(self, event: Applied | Refused) -> None:
+        told = self._told = wire.encode_event(event)  # first, and then the look for a mailbox: see ``_join``
         mailbox = self._mailbox
         if mailbox is not None and self._origin.here:
             with suppress(MailboxGone, EngineGone, Late):
                 # Once we have returned, a trainer that asks the mailbox knows: whatever else this worker tells it.
-                self._engine.ask(mailbox, "report", *self._me, wire.encode_event(event), timeout=LOOK)
+                self._engine.ask(mailbox, "report", *self._me, told, timeout=LOOK)
 
     @property
     def _me(self) -> tuple[str, int]:
@@ -149,7 +155,7 @@ class RayReceiver(Receiver):
 
     def _serve(self) -> None:
         pause, complaints = RETRY[0], Complaints(self._context.logger)
-        while not self._over and not self.closed:
+        while not self._over and not self._ending:
             try:
                 mailbox = self._engine.find_mailbox(self._name, self._options.namespace)
                 if self._join(mailbox):
@@ -189,6 +195,8 @@ class RayReceiver(Receiver):
         self._mailbox, self._error = mailbox, None
         self.connected = True
         self.whereabouts = f"{self._where} was there"
+        if self._told is not None and self._context.have() != joined.have:  # what was reported while it did not hear us
+            self._engine.send(mailbox, "report", *self._me, self._told)
         return True
 
     def _follow(self, mailbox: Any) -> None:
@@ -204,14 +212,17 @@ class RayReceiver(Receiver):
                 self._mailbox = self._greeted = None
                 self.connected = False
                 self.whereabouts = f"{self._where} has closed"
-                self._update(closed=True)
+                self._update(ending=True)
                 return
             elif news.kind == UNKNOWN:
                 self._disconnected(f"{self._where} did not know this worker any more")
                 return
 
-    def _wait_for(self, future: Any, timeout: float) -> Any:
-        """The answer to a call, unless we close first. Raises ``Late``, ``MailboxGone``, ``EngineGone``."""
+    def _wait_for(self, future: Any, timeout: float, *, busy: Any = None) -> Any:
+        """The answer to a call, unless we close first; ``busy``: a mailbox that is to know meanwhile that we live.
+
+        Raises ``Late``, ``MailboxGone``, ``EngineGone``.
+        """
         deadline = Deadline.after(timeout)
         future.add_done_callback(lambda _: self._bell.set())
         while not future.done():
@@ -220,6 +231,8 @@ class RayReceiver(Receiver):
             self._bell.wait(min(LOOK, deadline.remaining))
             self._bell.clear()
             self._engine.check()
+            if busy is not None and not future.done():
+                self._engine.send(busy, "beat", *self._me)
         return self._engine.answer(future)
 
     def _rest(self, seconds: float) -> None:
@@ -263,7 +276,7 @@ class RayReceiver(Receiver):
             raise WireError(f"version {item.stamp.number} came under the header of version {header.stamp.number}")
         if item.check and item.node != self._engine.node:
             asked = self._engine.send(mailbox, "digest", item.stamp)
-            digest = self._wait_for(asked, PATIENCE + JOIN)
+            digest = self._wait_for(asked, JOIN + header.layout.nbytes / SLOW, busy=mailbox)
             if digest is None:
                 raise Superseded
             header = header._replace(digest=digest)
@@ -276,7 +289,7 @@ class RayReceiver(Receiver):
         offer: tuple[Fetched | None, Fetched | None] | None = None,
         as_of: float = 0.0,
         error: Exception | None = None,
-        closed: bool = False,
+        ending: bool = False,
     ) -> None:
         """Let ``poll`` see something new, all at once."""
         with self._changed:
@@ -284,7 +297,9 @@ class RayReceiver(Receiver):
                 (self._full, self._subset), self._as_of = offer, as_of
             self._known = known or self._known
             self._error = error or self._error
-            self.closed = self.closed or closed
+            self._ending = self._ending or ending
+            if ending and choose(self._context.have(), self._full, self._subset) is None:
+                self.closed = True
             self._serial += 1
             self._changed.notify_all()
 

@@ -230,7 +230,11 @@ class RaySender(Sender):
         with self._lock:
             while self._mailbox is dead and not self._closed and not patience.expired:
                 try:
-                    self._mailbox, self._heard = self._make(self.epoch), 0
+                    made, self._heard = self._make(self.epoch), 0
+                    self._mailbox = made  # first, and then the look at ``_closed``: ``close`` does the opposite
+                    if self._closed:
+                        self._engine.kill(made)
+                        return
                     self._logger.warning("%s: the mailbox died and is made again: %s", self.endpoint, _first_line(why))
                     self._engine.send(self._mailbox, "restore", *self._contents())
                 except EngineGone as exc:
@@ -304,6 +308,8 @@ class RaySender(Sender):
             self._present[worker] = incarnation
         elif isinstance(event, (Left, Lost)) and self._present.get(worker) == incarnation:
             del self._present[worker]
+            self._shelf.forget(worker)
+            self._named.discard(worker)
 
     # -- the service thread ------------------------------------------------------------------------------------------
 
@@ -351,11 +357,12 @@ class RaySender(Sender):
         self._bell.set()
         self._arrived.set()
         if self._engine.alive and not self._fault:
-            patience = min(FAREWELL, deadline.remaining)
+            patience, mailbox, over = min(FAREWELL, deadline.remaining), self._mailbox, True
             with suppress(MailboxGone, EngineGone, Late):
-                self._engine.ask(self._mailbox, "close", patience, timeout=patience + 0.5)
-            with suppress(Exception):
-                self._engine.kill(self._mailbox)
+                over = self._engine.ask(mailbox, "close", patience, timeout=patience + 0.5)
+            if over:  # else it has still somebody to tell, and ends by itself
+                with suppress(Exception):
+                    self._engine.kill(mailbox)
         if threading.current_thread() is not self._thread:
             self._thread.join(max(1.0, deadline.remaining))
         self._shelf = Shelf()

@@ -66,6 +66,15 @@ class EndCases(Cases):
         updater.close()
         assert following.result().versions == [1]
 
+    def test_what_was_staged_outlives_close(self, rig: Rig) -> None:
+        """Also in a worker that looks only when everything is over."""
+        updater, worker = rig.updater(), rig.worker("w", counters, 0)
+        updater.wait_for_workers(1)
+        updater.push(counters(1))
+        updater.close()
+        assert worker.pull(10.0) == worker.seen() == 1
+        until(lambda: worker.pull() is None and worker.look().closed, "the worker learns that it is over", 10)
+
     def test_close_during_waits(self, rig: Rig) -> None:
         updater, worker = rig.updater(), rig.worker("w", counters, 0)
         updater.push(counters(1))
