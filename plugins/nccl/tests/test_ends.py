@@ -239,6 +239,31 @@ def _die(sender: NcclSender) -> None:
     sender.close(NOW)
 
 
+def test_a_worker_takes_the_place_of_its_own_old_connection(bench: Bench, gather: Gather, read: Read) -> None:
+    """Where a network in between has ended it on one side only. They are of one incarnation."""
+    sender = bench.sender()
+    bench.receiver()
+    joined(gather, sender, "w")
+    again = bench.receiver()
+    gather(sender, lambda event: isinstance(event, Joined))
+    bench.stage(sender, 1)
+    assert read(again.poll(Have(), soon())) == 1
+    assert not any(isinstance(event, Lost) for event in sender.events(NOW))
+
+
+def test_closed_by_another_thread_while_it_polls(bench: Bench, gather: Gather) -> None:
+    sender, receiver = bench.sender(), bench.receiver(staging="inline")
+    polled: list[Any] = []
+    polling = threading.Thread(target=lambda: polled.append(receiver.poll(Have(), Deadline.after(20))))
+    polling.start()
+    joined(gather, sender, "w")
+    with took(at_most=5.0):
+        receiver.close(soon())
+        polling.join(10)
+    assert polled == [None]
+    gather(sender, lambda event: isinstance(event, Left))
+
+
 def test_a_worker_needs_a_port(bench: Bench) -> None:
     for place in ("nccl", "nccl://127.0.0.1:0"):
         with pytest.raises(EndpointError, match="host and port"):

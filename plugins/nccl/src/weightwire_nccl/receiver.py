@@ -55,6 +55,8 @@ class NcclReceiver(Receiver):
         self._look_at = 0.0
         self._inline = options.staging == "inline"
         self._ended = False
+        self._room = threading.RLock()  # inline: who has it works for the station
+        self._within = self._through = False
         self._station = Station((host, port), options, context, self._shelves, _weakly(self))
         self._thread: threading.Thread | None = None
         if self._inline:
@@ -101,10 +103,27 @@ class NcclReceiver(Receiver):
     def _take_turn(self, deadline: Deadline | None) -> None:
         now = time.monotonic()
         if deadline is not None:
-            self._station.turn(min(deadline.remaining, 0.5) if self._shelves.settled is not None else 0.0)
+            self._turn(min(deadline.remaining, 0.5) if self._shelves.settled is not None else 0.0)
         elif now >= self._look_at:
             self._look_at = now + LOOK
-            self._station.turn(0.0)
+            self._turn(0.0)
+
+    def _turn(self, seconds: float) -> None:
+        """The station's work, in this thread; also its last, where ``close`` comes meanwhile."""
+        with self._room:
+            if not self._ended:
+                self._within = True
+                try:
+                    self._station.turn(seconds)
+                finally:
+                    self._within = False
+            if self._ended:
+                self._wind_up()
+
+    def _wind_up(self) -> None:
+        if not self._through:
+            self._through = True
+            self._station.run()
 
     def _look(self, have: Have) -> Delivery | None:
         """Hand out what is newest. Under the lock."""
@@ -121,7 +140,7 @@ class NcclReceiver(Receiver):
 
     def _deliver(self, item: Shelved | Streamed) -> Delivery:
         if isinstance(item, Streamed):
-            return StreamedDelivery(item, self._station.turn if self._inline else None)
+            return StreamedDelivery(item, self._turn if self._inline else None)
         if self._alias:
             return Delivery(item.header, blocks=item.own_blocks(), writable=True)
         hold = [item.lease]  # the buffer is not written again before this is cleared
@@ -143,7 +162,12 @@ class NcclReceiver(Receiver):
         self._shelves.stir()
         self._station.stop(deadline)
         if self._thread is None:
-            self._station.run()
+            if self._room.acquire(timeout=max(2.0, deadline.remaining + 1.0)):
+                try:
+                    if not self._within:
+                        self._wind_up()
+                finally:
+                    self._room.release()
         elif threading.current_thread() is not self._thread:
             self._thread.join(max(2.0, deadline.remaining + 1.0))
         self.connected = False

@@ -227,8 +227,11 @@ class Service:
         other = workers.get(joined.worker)
         if other is not None:
             self._listen(other)  # it may have gone a moment ago
-        if joined.worker in workers:
-            where = f"process {other.joined.pid} on {other.joined.host}" if other and other.joined else "another"
+        other = workers.get(joined.worker)
+        if other is not None and other.joined and other.joined.incarnation == joined.incarnation:
+            self._drop(other, "it has connected anew")  # this end of the old connection does not know yet
+        elif other is not None:
+            where = f"process {other.joined.pid} on {other.joined.host}" if other.joined else "another"
             text = f"another live worker is called {joined.worker!r} ({where}); give each a name of its own"
             self._reject(peer, Reject("name", text[:2000]))
             return

@@ -290,12 +290,12 @@ class Station:
             session.link.send(session.visitor.answer(frame))
         elif isinstance(frame, messages.Accepted):
             session.visitor.check(frame)
+            self.connected = True  # first: what is reported from now on is sent, what was before, the hello says
             joined = msgspec.structs.replace(self._context.joined, have=self._context.have())
             session.link.send(Hello(wire.encode_event(joined), self._label, self._context.stream))
             session.link.limit = LIMIT
             session.welcome = True
             self._pause = BACKOFF[0]
-            self.connected = True
             self.whereabouts = f"connected to {place.location_of(*self._address)}"
             self._news()
         else:
