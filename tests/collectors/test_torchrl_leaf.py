@@ -103,3 +103,23 @@ def test_it_is_idle_at_home_and_begins_anew_elsewhere(parts: ModuleType) -> None
         assert acting.layers[0].weight.unique().tolist() == [1.0]
         assert len(trainer.workers) == 1
         travelled.close()
+
+
+def test_a_model_beside_the_policy_is_pulled_with_it_and_leaves_nothing_behind(parts: ModuleType) -> None:
+    from weightwire.collectors.torchrl.leaf import Feed, Leaf
+
+    trained, acting, critic = parts.Proof(1.0), parts.Proof(0.0), parts.Proof(0.0)
+    with WeightUpdater("ipc", trained) as trainer:
+        trainer.push()
+        for value in (5.0, 6.0):
+            leaf = Leaf(Feed(endpoint=trainer.endpoint, first=True), "critic-0")
+            leaf.start(critic)
+            for _ in range(2):
+                leaf.hook_beside(acting)
+            assert len(acting._forward_pre_hooks) == 1
+            trainer.push(parts.fill(trained, value))
+            acting(parts.TensorDict({"observation": torch.zeros(1)}, []))
+            assert critic.layers[0].weight.unique().tolist() == [value]
+            pickle.loads(pickle.dumps(acting))(parts.TensorDict({"observation": torch.zeros(1)}, []))
+            leaf.close()
+            assert not acting._forward_pre_hooks

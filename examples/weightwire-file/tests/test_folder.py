@@ -167,6 +167,36 @@ def test_a_full_disk_is_said_before_anything_moves(folder: Path) -> None:
     assert not list(folder.glob("*/*.part"))
 
 
+def test_who_cannot_say_hello_tries_again(folder: Path) -> None:
+    script = f"""
+        import resource, time
+        from weightwire import WeightReceiver, WeightUpdater
+        from weightwire.errors import StorageFullError
+        from weightwire.testing.states import counters, seen
+
+        early = WeightReceiver("file://{folder}", counters(0), worker="early")
+        updater = WeightUpdater("file://{folder}")
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+        refused = 0
+        for call in (lambda: early.pull(10.0), lambda: WeightReceiver("file://{folder}", worker="late")):
+            try:
+                call()
+            except StorageFullError:
+                refused += 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert refused == 2 and not updater.workers
+        late = WeightReceiver("file://{folder}", counters(0), worker="late")
+        updater.push(counters(1))
+        assert early.pull(10.0) == late.pull(10.0) == seen(early.weights) == 1
+        assert sorted(updater.workers) == ["early", "late"]
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def test_old_trainers_are_swept_but_nothing_else(folder: Path) -> None:
     for version in range(1, 4):
         with WeightUpdater(f"file://{folder}") as updater:

@@ -294,7 +294,9 @@ def test_who_was_stopped_at_the_goodbye_hears_it_later(
         updater.close()
     os.kill(process, signal.SIGCONT)
     assert get(worker.pull.remote(10.0)) == 2
-    until(lambda: get(worker.pull.remote()) is None and get(worker.look.remote())["closed"], "it learns that it is over")
+    until(
+        lambda: get(worker.pull.remote()) is None and get(worker.look.remote())["closed"], "it learns that it is over"
+    )
     second = opened(WeightUpdater(place, timeout=60))  # the place is free
     second.push(counters(3))
 

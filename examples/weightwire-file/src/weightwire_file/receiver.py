@@ -141,11 +141,17 @@ class FileReceiver(Receiver):
             raise EndpointInUseError(
                 f"a worker named {self._context.worker!r} is live at {self._root} already; choose another name"
             )
+        try:
+            hello = msgspec.structs.replace(self._context.joined, have=self._context.have())
+            folder.publish(workers / f"{self._file}.hello", wire.encode_event(hello))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(workers / f"{self._label}.lock")
+            os.close(lock)
+            raise
         self._say_goodbye()  # to the one before: where it lives, it has been superseded
         self._leave()
         self._lock, self._home, self._manifest, self._seen = lock, home, manifest, None
-        hello = msgspec.structs.replace(self._context.joined, have=self._context.have())
-        self._publish(f"{self._file}.hello", hello)
         self.connected = True
 
     def _leave(self) -> None:

@@ -115,19 +115,24 @@ class FileSender(Sender):
             shelf = deepcopy(self._shelf)
             shelf.put(entry, to)
             manifest = self._manifest(shelf)
+            addressed = {peer.name: peer.incarnation for peer in self._peers.values() if to is None or peer.name in to}
         try:
             path = self._save(payload, manifest, deadline)
         except FileNotFoundError as exc:
             self._fence()  # swept by a newer updater, most likely
             raise StaleUpdaterError(f"{self.endpoint}: {exc.filename} is gone; make a new updater") from exc
         with self._books:
-            self._shelf = shelf
+            there = {name for name, number in addressed.items() if self._is_there(name, number)}
+            self._shelf.put(entry, None if to is None else frozenset(there))  # some may have left meanwhile
             self._files[payload.stamp.number] = path
             for peer in self._peers.values():
-                news = choose(peer.have, *shelf.of(peer.name)) if to is None or peer.name in to else None
+                news = choose(peer.have, *self._shelf.of(peer.name)) if to is None or peer.name in there else None
                 if news is not None:
                     self._heard.append(Staged(worker=peer.name, incarnation=peer.incarnation, stamp=payload.stamp))
         self._prune()
+
+    def _is_there(self, name: str, incarnation: int) -> bool:
+        return any(peer.name == name and peer.incarnation == incarnation for peer in self._peers.values())
 
     def _save(self, payload: Payload, manifest: Manifest, deadline: Deadline) -> Path:
         """Write the version, then the manifest that names it. All that can fail for want of room comes first."""

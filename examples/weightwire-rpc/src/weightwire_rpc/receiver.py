@@ -57,11 +57,16 @@ class RpcReceiver(Receiver):
         self._epoch = 0
         self._looked = 0.0
         self._ping: torch.futures.Future[bool] | None = None
-        self._told: torch.futures.Future[None] | None = None
+        self._told: list[torch.futures.Future[None]] = []  # which may be on their way
         self._ending = False
         here[self._key] = self
         group.ends.add(self)
-        self._look(context.deadline)
+        try:
+            self._look(context.deadline)
+        except BaseException:
+            del here[self._key]
+            group.ends.discard(self)
+            raise
 
     # -- what the core calls -------------------------------------------------------------------------------------------
 
@@ -84,9 +89,9 @@ class RpcReceiver(Receiver):
         if here.get(self._key) is self:
             if self.connected:
                 goodbye = wire.encode_event(Left(worker=self._context.worker, incarnation=self._context.incarnation))
-                with suppress(group.Unreachable, RuntimeError):  # it needs none then
-                    if self._told is not None:  # calls may overtake each other
-                        self._told.wait()
+                with suppress(group.Unreachable):  # it needs none then
+                    while not all(told.done() for told in self._told) and not deadline.expired:
+                        time.sleep(0.001)  # calls may overtake each other
                     group.call(self._trainer, sender.tell, self._place, goodbye, timeout=deadline.sooner(2.0).remaining)
             del here[self._key]
             group.ends.discard(self)
@@ -135,7 +140,8 @@ class RpcReceiver(Receiver):
     def _tell(self, event: Event) -> None:
         if self.connected:
             try:
-                self._told = group.start(self._trainer, sender.tell, self._place, wire.encode_event(event), timeout=5.0)
+                told = group.start(self._trainer, sender.tell, self._place, wire.encode_event(event), timeout=5.0)
+                self._told = [*(one for one in self._told if not one.done()), told]
             except group.Unreachable:
                 self.connected = False
 

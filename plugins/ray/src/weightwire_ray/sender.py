@@ -230,11 +230,7 @@ class RaySender(Sender):
         with self._lock:
             while self._mailbox is dead and not self._closed and not patience.expired:
                 try:
-                    made, self._heard = self._make(self.epoch), 0
-                    self._mailbox = made  # first, and then the look at ``_closed``: ``close`` does the opposite
-                    if self._closed:
-                        self._engine.kill(made)
-                        return
+                    self._adopt(self._make(self.epoch))
                     self._logger.warning("%s: the mailbox died and is made again: %s", self.endpoint, _first_line(why))
                     self._engine.send(self._mailbox, "restore", *self._contents())
                 except EngineGone as exc:
@@ -250,6 +246,12 @@ class RaySender(Sender):
                         )
                         raise self._fault from taken
                     time.sleep(0.02)
+
+    def _adopt(self, mailbox: Any) -> None:
+        self._heard = 0
+        self._mailbox = mailbox  # first, and then the look at ``_closed``: ``close`` does the opposite
+        if self._closed:
+            self._engine.kill(mailbox)
 
     def _contents(self) -> tuple[list[tuple[Item, list[str] | None]], dict[str, int], int]:
         """The shelf as the mailbox puts it together again, who should be there, and which edition this is."""

@@ -71,6 +71,7 @@ class Leaf:
         self.receiver: WeightReceiver | None = None
         self._fed: weakref.ref[Module] | None = None
         self._collector: weakref.ref[Any] | None = None
+        self._beside: weakref.ref[Module] | None = None
         self._followed = self._over = False
         self._last = 0  # the number that was told
         self._here = (0, 0)  # process and thread that the receiver belongs to
@@ -160,12 +161,23 @@ class Leaf:
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
             del module._forward_pre_hooks[key]
 
+    def hook_beside(self, policy: Module) -> None:
+        """Have ``policy`` pull our module, which it acts beside, before each of its own calls; once, likewise."""
+        self._beside = weakref.ref(policy)
+        if not any(isinstance(hook, _Beside) and hook.leaf is self for hook in policy._forward_pre_hooks.values()):
+            policy.register_forward_pre_hook(_Beside(self))
+
     def close(self) -> None:
         """Say goodbye, for good. Idempotent; the weights live on."""
         self._over = True
         module = self.module
         if module is not None:
             self.unhook(module)
+        policy = None if self._beside is None else self._beside()
+        if policy is not None:
+            hooks = policy._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Beside) and hook.leaf is self]:
+                del hooks[key]
         self._let_go()
 
     def _let_go(self) -> None:
@@ -215,6 +227,19 @@ class Leaf:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["feed"], state["worker"], home=state["home"])  # type: ignore[misc]
+
+
+class _Beside:
+    """The pre-hook of a policy beside which a leaf's module acts. It may travel within the policy, as the leaf may."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+
+    def __call__(self, _: Module, __: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            self.leaf.pull()
 
 
 def _mark(tracker: Any, receiver: WeightReceiver) -> None:

@@ -317,7 +317,7 @@ class WeightwireScheme(WeightSyncScheme):  # type: ignore[misc]
             return
         policy = getattr(context, "policy", None)
         if self.model_id != "policy" and isinstance(policy, torch.nn.Module):
-            _before(policy, leaf)
+            leaf.hook_beside(policy)
         leaf.follow(context, counts=self.model_id == "policy")
         leaf.pull()
 
@@ -398,13 +398,3 @@ def _check_module(model: Any, model_id: str, context: Any) -> None:
             f"model {model_id!r}{where} is no Module but {model!r:.200}: it has no weights to be updated. Give the "
             "collector a Module as its policy, or leave out this scheme"
         )
-
-
-def _before(policy: torch.nn.Module, leaf: Leaf) -> None:
-    """Have a model beside the policy pulled before each call of the policy, as the policy is."""
-
-    def pull(_: Any, __: Any) -> None:
-        if not torch.compiler.is_compiling():
-            leaf.pull()
-
-    policy.register_forward_pre_hook(pull)
