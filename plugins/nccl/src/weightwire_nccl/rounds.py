@@ -65,8 +65,11 @@ class Rounds:
                 p for p in peers if not (p.silent or p.streams) and (payload.base is None or p.has.base == payload.base)
             ]
 
-    def broadcast(self, source: Source, engine: str, to: frozenset[str] | None, deadline: Deadline) -> Outcome:
-        """Bring the bytes to whoever is awake. Groups are made anew around the lost.
+    def broadcast(
+        self, source: Source, engine: str, to: frozenset[str] | None, deadline: Deadline, *, suit: Sequence[Peer] = ()
+    ) -> Outcome:
+        """Bring the bytes to whoever is awake. Groups are made anew around the lost. ``suit``: those for whom NCCL was
+        chosen, which whoever joins after that may be no match for.
 
         Raises :class:`~weightwire.WaitTimeout` where nobody has them and no copy is kept.
         """
@@ -75,6 +78,8 @@ class Rounds:
         refused: dict[Peer, str] = {}
         for attempt in range(ATTEMPTS):
             peers = [peer for peer in self.candidates(source.payload, to) if peer not in refused]
+            if engine == "nccl":
+                peers = [peer for peer in peers if peer in suit]
             if not peers or (attempt and deadline.expired):
                 break
             round_ = next(self._hall.rounds)

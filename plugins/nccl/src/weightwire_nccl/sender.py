@@ -81,11 +81,12 @@ class NcclSender(Sender):
 
     def stage(self, payload: Payload, to: frozenset[str] | None, deadline: Deadline) -> None:
         self._check()
-        engine = self._engine(self._rounds.candidates(payload, to))
+        peers = self._rounds.candidates(payload, to)
+        engine = self._engine(peers)
         with self._hall.lock:
             self._crews.sweep()
         source = self._source(payload, self._device if engine == "nccl" else "cpu")
-        round_, served, refused = self._rounds.broadcast(source, engine, to, deadline)
+        round_, served, refused = self._rounds.broadcast(source, engine, to, deadline, suit=peers)
         try:
             source.finish()
             header = payload.header_bytes()
