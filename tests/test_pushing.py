@@ -24,7 +24,6 @@ from weightwire import (
     WaitTimeout,
     WeightReceiver,
     WeightUpdater,
-    WeightwireError,
     hookimpl,
 )
 from weightwire import (
@@ -504,13 +503,35 @@ def test_who_comes_after_a_straight_push_gets_no_older_version(updater: WeightUp
             assert late.pull() == seen(policy) == 3
 
 
+def test_a_straight_push_to_one_leaves_others_what_went_to_all(updater: WeightUpdater) -> None:
+    updater.push(counters(1))
+    with receiver_of(updater, worker="a", inline=True) as inline:
+        inline.pull()
+        updater.push(counters(2), workers=["a"])
+        assert (inline.version, seen(inline.weights)) == (2, 2)
+        with receiver_of(updater, worker="b") as late:
+            assert late.pull() == seen(late.weights) == 1
+
+
 def test_a_subset_is_not_staged_for_who_lacks_its_base(updater: WeightUpdater) -> None:
     with receiver_of(updater, worker="here", inline=True):
         updater.push()
         with receiver_of(updater, worker="late") as late:
-            with pytest.raises(WeightwireError, match="late"):
-                updater.push(one(2), partial=True, timeout=0.2)
+            with took(at_most=QUICK), pytest.raises(RefusedError, match=r"'late'.*push a full one"):
+                updater.push(one(2), partial=True)
             assert late.pull(0.0) is None
+            updater.push(counters(3))
+            assert late.pull() == seen(late.weights) == 3
+
+
+def test_a_late_inline_receiver_takes_a_subset_with_its_base(updater: WeightUpdater) -> None:
+    with receiver_of(updater, worker="other"):
+        updater.push(counters(1))
+        with receiver_of(updater, worker="late", inline=True) as late:
+            updater.push(one(2), partial=True)
+            assert late.version == 2
+            assert late.weights["layer0.weight"][0].item() == 2
+            assert late.weights["layer1.weight"].flatten()[0].item() == 1
 
 
 @pytest.mark.parametrize("options", ["", "?keep=true"])

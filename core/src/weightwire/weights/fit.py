@@ -280,7 +280,7 @@ def _replaceable(slot: Slot) -> bool:
 def _converted(view: Tensor, *, dtype: torch.dtype, device: torch.device, flips: tuple[int, ...] = ()) -> Tensor:
     if needs_bit_copy(dtype):
         return _as_bits(view, device=device, flips=flips).clone().view(dtype)
-    return (view.flip(flips) if flips else view).to(device=device, dtype=dtype, copy=True)
+    return _flipped(view, flips).to(device=device, dtype=dtype, copy=True)
 
 
 def _part(view: Tensor, *, part: tuple[slice, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -290,8 +290,17 @@ def _part(view: Tensor, *, part: tuple[slice, ...], dtype: torch.dtype, device: 
 
 
 def _as_bits(view: Tensor, *, device: torch.device, flips: tuple[int, ...]) -> Tensor:
-    value = bits(view).to(device)
-    return value.flip(flips) if flips else value
+    return _flipped(bits(view).to(device), flips)
+
+
+def _flipped(view: Tensor, flips: tuple[int, ...]) -> Tensor:
+    if dtype_name(view.dtype) in _NEVER_FLIPPED:
+        return bits(view).flip(flips).view(view.dtype) if flips else view
+    return view.flip(flips) if flips else view
+
+
+_NEVER_FLIPPED = ("uint16", "uint32", "uint64")
+"""Dtypes that torch's flip does not know."""
 
 
 def _geometry(slot: Slot) -> tuple[object, ...]:

@@ -88,10 +88,11 @@ class StateTarget(Target):
         coming = self._coming if header.base is not None else None
         if coming is not None and not (coming.stamp == header.base and coming.before is self._seen.look):
             coming = None  # it has been committed, or given up
-        work = _Work(self._seen, fit, views, found.leaves, places, writable, coming.tensors if coming else {})
+        known = coming.tensors if coming else {}
+        work = _Work(self._seen, fit, views, found.leaves, places, writable, known, alias=self._alias)
         prepared = work.prepared()
         self._coming = None
-        if self._alias and header.base is None:
+        if header.base is None and work.moved:
             self._coming = _Coming(header.stamp, self._seen.look, work.moved)
         return prepared
 
@@ -142,7 +143,7 @@ def _flat(raw: Tensor) -> Tensor:
 
 
 class _Coming(NamedTuple):
-    """What an aliased full version that was prepared will bring: for the subset that may be prepared on top of it."""
+    """The new memory that a full version that was prepared will bring: for the subset that may be prepared on top."""
 
     stamp: Version
     before: _Look
@@ -310,9 +311,11 @@ class _Work:
         places: Sequence[Place],
         writable: bool,
         coming: Mapping[int, Tensor],
+        *,
+        alias: bool,
     ) -> None:
         self.seen, self.fit, self.views, self.leaves, self.places = seen, fit, views, leaves, places
-        self.writable = writable
+        self.writable, self.alias = writable, alias
         self.coming = coming
         self.moved: dict[int, Tensor] = {}
         self.replaced: dict[int, Any] = {}
@@ -341,6 +344,8 @@ class _Work:
                 fit.strides = list(map(tensor.stride, self.moved.values()))
             look = self.seen.after(self.moved, fit.strides, self.replaced)
             self.steps.append(partial(setattr, self.seen, "look", look))
+            if not self.alias:  # what could not be written to and was replaced can be, from now on
+                self.steps.append(partial(dict.clear, self.seen._fits))
         return Prepared(
             tensors=fit.tensors,
             nbytes=fit.nbytes,

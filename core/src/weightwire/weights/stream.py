@@ -144,7 +144,9 @@ class _Pouring:
         if block not in self._direct:
             entries = self._plan.entries.get(block, [])
             alone = len(entries) == 1 and self._plan.group_of[block] == (block,)
-            self._direct[block] = self._target.plain_memory(entries[0]) if alone else None
+            memory = self._target.plain_memory(entries[0]) if alone else None
+            whole = memory is not None and memory.numel() == self._layout.sizes[block]  # else a view of a part of it
+            self._direct[block] = memory if whole else None
         into = self._direct[block]
         if into is None:
             return False

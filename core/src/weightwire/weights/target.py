@@ -219,8 +219,28 @@ class OwnedTarget(Target):
         if difference:
             raise PreflightError(difference.message())
         if self._alias:
-            return {**known, **taken.cast(views)}, []
+            return {**known, **_with_ties(known, taken.cast(views))}, []
+        # An expanded tensor cannot take what is no longer expanded.
+        dense = [name for name, entry in zip(taken.names, taken.entries) if not entry.strides]
+        known = {**known, **{name: _dense(known[name]) for name in dense if overlaps_itself(known[name])}}
         return known, [_copy(known, taken, views)]
+
+
+def _with_ties(known: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is new, also under those names that are the same memory as one of these at present."""
+    new = {_place(known[name]): tensor for name, tensor in fresh.items() if tensor.numel()}
+    tied = {name: new[_place(tensor)] for name, tensor in known.items() if _place(tensor) in new}
+    return {**tied, **fresh}
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _copy(into: Mapping[str, Tensor], taken: _Taken, views: Sequence[Tensor]) -> Step:

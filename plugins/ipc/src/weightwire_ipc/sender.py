@@ -365,9 +365,11 @@ class IpcSender(Sender):
         """Put the newest version on the shelf and tell everybody. May be broken off anywhere, and done again."""
         pending = self._announcement
         if pending is not None:
-            self._shelf.put(pending.info, pending.to)
+            # Who left meanwhile has nothing on the shelf, or else whoever comes under that name would be offered it.
+            to = None if pending.to is None else pending.to & self._workers.keys()
+            self._shelf.put(pending.info, to)
             for name, peer in self._workers.items():
-                peer.dirty |= pending.to is None or name in pending.to
+                peer.dirty |= to is None or name in to
             self._untold = True
             self._announcement = None
         if self._untold:

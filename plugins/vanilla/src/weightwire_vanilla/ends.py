@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import threading
 import time
@@ -121,6 +122,16 @@ _places: dict[str, Place] = {}
 _lock = threading.RLock()
 
 
+def _in_child() -> None:
+    """None of the parent's threads is there, and one may have held a lock: a forked child meets nobody of before."""
+    global _lock
+    _lock = threading.RLock()
+    _places.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _meet(name: str) -> Place:
     with _lock:
         return _places.setdefault(name, Place(name))
@@ -162,15 +173,13 @@ class VanillaSender(Sender):
                 and not (self._keep or payload.digest)
             ):
                 deliveries: list[tuple[VanillaReceiver, Delivery]] = [(receivers[0], Straight(payload))]
-                place.clear()  # what is there is older: who joins now is not to get it
+                if to is None:
+                    place.clear()  # what is there is older: who joins now is not to get it
             else:
                 item = self._shelve(payload, to)
-                deliveries = [(r, item.arena.deliver(item.header, alias=r.alias)) for r in receivers if r.inline]
-                place.events.extend(
-                    Staged(worker=r.name, incarnation=r.incarnation, stamp=payload.stamp)
-                    for r in receivers
-                    if not r.inline and r.can_take_something()  # an inline one says itself that it has applied it
-                )
+                deliveries = [(r, delivery) for r in receivers if r.inline for delivery in r.owed(item)]
+                prospects = [r.prospect(item) for r in receivers if not r.inline]  # an inline one tells itself
+                place.events.extend(event for event in prospects if event is not None)
         begun = time.perf_counter()
         for receiver, delivery in deliveries:
             assert receiver.deliver is not None
@@ -263,6 +272,33 @@ class VanillaReceiver(Receiver):
         staged = choose(have, *place.shelf.of(self.name))
         if staged is not None:
             place.events.append(Staged(worker=self.name, incarnation=self.incarnation, stamp=staged.stamp))
+
+    def owed(self, item: Item) -> list[Delivery]:
+        """What an inline receiver takes now: the newest version, after the full one that it lies on where that one is
+        here and the receiver came later."""
+        full, _ = self._place.shelf.of(self.name)
+        lacks = item.base is not None and self._context.have().base != item.base
+        items = [full, item] if lacks and full is not None and full.stamp == item.base else [item]
+        return [one.arena.deliver(one.header, alias=self.alias) for one in items]
+
+    def prospect(self, item: Item) -> Event | None:
+        """What becomes of the newest version here, as far as can be told now."""
+        if self.can_take_something():
+            return Staged(worker=self.name, incarnation=self.incarnation, stamp=item.stamp)
+        if item.base is None:
+            return None
+        error = (
+            f"version {item.stamp.number} is a subset on full version {item.base.number}, which went straight into "
+            "the inline receiver and was not kept (?keep=true does that): push a full one"
+        )
+        return Refused(
+            worker=self.name,
+            incarnation=self.incarnation,
+            stamp=item.stamp,
+            kind="refused",
+            phase="stage",
+            error=error,
+        )
 
     def can_take_something(self) -> bool:
         """Whether the shelf has what this receiver has not."""
