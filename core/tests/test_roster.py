@@ -127,6 +127,15 @@ def test_what_the_trainers_preflight_said_is_not_said_again_by_the_worker() -> N
     assert len(roster.take_failures()) == 1
 
 
+def test_what_the_trainers_preflight_said_is_no_sign_of_life() -> None:
+    roster = roster_with("a")
+    roster.workers["a"].stuck = True
+    roster.refuse_here("a", V1, "wrong shape")
+    assert roster.workers["a"].stuck
+    roster.observe(refused("a", V1))
+    assert not roster.workers["a"].stuck
+
+
 @pytest.mark.parametrize(
     "order",
     [

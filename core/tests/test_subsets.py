@@ -1,4 +1,5 @@
-"""Full versions and the subsets on top of them, in targets whose memory cannot be written to as it is."""
+"""Full versions and the subsets on top of them: in targets whose memory cannot be written to as it is, and in those of
+the receiver's own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightwire import WeightReceiver, WeightUpdater
+from weightwire import PreflightError, RefusedError, WeightReceiver, WeightUpdater
 from weightwire.testing.states import snapshot
 
 Ends = Callable[..., tuple[WeightUpdater, WeightReceiver]]
@@ -106,3 +107,16 @@ def test_a_row_of_a_large_tensor_is_streamed_alone(ends: Ends) -> None:
     updater.push()
     assert receiver.pull() == 1
     assert torch.equal(target["row"], whole[0])
+
+
+@pytest.mark.parametrize("target", [None, lambda named: None], ids=["its own", "a function"])
+@pytest.mark.parametrize("table", [{"rename": {"typo.": "x."}}, {"cast": {"typo*": "float16"}}], ids=["rename", "cast"])
+def test_a_table_that_fits_no_name_is_refused(ends: Ends, target: Any, table: dict[str, Any]) -> None:
+    source = {"a": torch.zeros(4), "b": torch.zeros(2)}
+    updater, receiver = ends(source, target, **table)
+    updater.push()
+    with pytest.raises(PreflightError, match=r"(renames|casts) none of 2 names"):
+        receiver.pull()
+    assert not receiver.ready
+    with pytest.raises(RefusedError, match="none of 2 names"):
+        updater.wait()

@@ -168,7 +168,7 @@ class Roster:
             error=error,
             tensor=tensor,
         )
-        self.observe(refused)
+        self._refused(info, refused)  # which is no sign of life
         told = self._refused_here.setdefault(worker, set())
         told.add(stamp)
         while len(told) > REMEMBERED:  # of versions that the worker never looked at

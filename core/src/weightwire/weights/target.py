@@ -120,6 +120,13 @@ class _Taken:
         return tensors
 
 
+def _taken(header: Header, names: NameMap) -> _Taken:
+    """Raises :class:`~weightwire.PreflightError` for a table of names that fits nothing of a full version."""
+    if header.base is None:
+        names.check_use(list(header.layout.names))
+    return _Taken(header.layout, names)
+
+
 class CallableTarget(Target):
     """Hands all named tensors to a function, in one call. When that raises, what it has done is unknown.
 
@@ -140,7 +147,7 @@ class CallableTarget(Target):
         return b""
 
     def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
-        taken = _Taken(header.layout, self._names)
+        taken = _taken(header, self._names)
         if writable or self._alias:
             tensors = quietly(partial(taken.cast, views))
             return Prepared(tensors=len(tensors), nbytes=taken.nbytes, call=(self._call, tensors))
@@ -191,7 +198,7 @@ class OwnedTarget(Target):
         return b""
 
     def prepare(self, header: Header, views: list[Tensor], *, writable: bool = True, on_host: bool = False) -> Prepared:
-        taken = _Taken(header.layout, self._names)
+        taken = _taken(header, self._names)
         find = self._whole if header.base is None else self._part
         tensors, steps = quietly(partial(find, header, taken, views))
         steps.append(partial(setattr, self.weights, "_tensors", tensors))
