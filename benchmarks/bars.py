@@ -43,7 +43,7 @@ def at_most(bench: str, work: str, measured: str, limit: float, unit: str) -> Ba
     return Bar(bench, work, measured, None, "is", limit, unit)
 
 
-SHARED, PROCESS = "TorchRL SharedMem", "TorchRL MultiProcess"
+PEERS = SHARED, PROCESS = "TorchRL SharedMem", "TorchRL MultiProcess"
 GLOO_WORKS = [f"{state}, {workers}" for state in ("medium", "large") for workers in ("1 worker", "4 workers")]
 BYTES = ("small", "medium", "large", "many")
 
@@ -70,9 +70,17 @@ BARS = (
     faster("B3", "small, 4 workers", "ipc alias", PROCESS, 60),
     faster("B3", "small, 4 workers", "ipc copy", SHARED, None),
     faster("B3", "small, 4 workers", "ipc copy", PROCESS, None),
+    # What the floor itself reaches of these bars.
+    *(
+        faster("B3", work, "bare floor", peer, None)
+        for work in ("small, 1 worker", "small, 4 workers")
+        for peer in PEERS
+    ),
     times("B4", "large, 8 workers, alias", "ipc alias, 8", "ipc alias, 1", 1.25),
+    times("B4", "large, 8 workers, alias", "bare floor, 8", "bare floor, 1", None),
     times("B4", "large, 8 workers, copy", "ipc copy, 8", "ipc copy, 1", None),
     times("B4", "medium, 16 workers, alias", "ipc alias, 16", "ipc alias, 1", 1.6),
+    times("B4", "medium, 16 workers, alias", "bare floor, 16", "bare floor, 1", None),
     times("B4", "medium, 16 workers, copy", "ipc copy, 16", "ipc copy, 1", None),
     *(at_most("B5", backend, "pull()", 2.0, "us") for backend in ("vanilla", "ipc", "ray", "nccl")),
     times("B6", "large, 4 actors, alias", "ray alias", "raw ray.put", 1.8),

@@ -49,9 +49,9 @@ def bound_waits(peer: socket.socket) -> None:
 
 
 class BareEnd:
-    """A worker of the bare floor: one message in, one fused copy, a look, one message out."""
+    """A worker of the bare floor: one message in, one fused copy (aliased: none), a look, one message out."""
 
-    def __init__(self, module: nn.Module, address: str) -> None:
+    def __init__(self, module: nn.Module, address: str, apply: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         bound_waits(self.socket)
         self.socket.connect(address)
@@ -59,12 +59,17 @@ class BareEnd:
         self.targets = walk(module)
         self.sources = views(shared(mmap.mmap(descriptor, nbytes(module))), self.targets)
         os.close(descriptor)
+        if apply == "alias":  # from now on the module acts with whatever the trainer writes
+            for parameter, source in zip(module.parameters(), self.sources, strict=True):
+                parameter.data = source
+            self.targets = self.sources = []
         self.look = Look(module)
 
     def take(self, sentinel: float, *how: str) -> None:
         if float(self.socket.recv(32)) != sentinel:
             raise AssertionError("a message was lost")
-        torch._foreach_copy_(self.targets, self.sources)
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
         self.look(sentinel)
         self.socket.send(b"done")
 
@@ -72,10 +77,12 @@ class BareEnd:
         self.socket.close()
 
 
-def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int) -> Contender:
-    """The bare floor for small states: walk the module, one fused copy on each side, one socket round trip a worker.
+def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int, apply: str = "copy") -> Contender:
+    """The bare floor: walk the module, one fused copy on each side, one socket round trip a worker. Aliased, workers
+    copy nothing.
 
-    It is no transport: nothing tells a worker that a version is whole, and a slow worker reads what is being written.
+    It is no transport: nothing tells a worker that a version is whole, and a slow worker reads what is being written;
+    an aliased one acts with it.
     """
     descriptor = os.memfd_create("bare-floor")
     stack.callback(os.close, descriptor)
@@ -88,7 +95,7 @@ def bare_crew(stack: ExitStack, module: nn.Module, state: str, workers: int) -> 
     listener.listen(workers)
     crew = Crew(workers, state, BareEnd)
     stack.callback(crew.close)
-    crew.tell("open", str(address))
+    crew.tell("open", str(address), apply)
     peers = []
     for _ in range(workers):
         peer = stack.enter_context(listener.accept()[0])

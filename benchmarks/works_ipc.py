@@ -68,7 +68,7 @@ def b3(plan: Plan) -> list[Contest]:
 
 
 def b4(plan: Plan) -> list[Contest]:
-    """ipc at many workers, against itself at one."""
+    """ipc at many workers, against itself at one; and the bare floor likewise: what the processes alone cost."""
     contests = []
     for state, workers in (("large", 8), ("medium", 16)):
         for apply in ("alias", "copy"):
@@ -81,6 +81,10 @@ def b4(plan: Plan) -> list[Contest]:
                     ).until()
                     for count in (workers, 1)
                 }
+                for count in (workers, 1) if apply == "alias" else ():
+                    contenders[f"bare floor, {count}"] = bare_crew(
+                        stack, module, plan.state(state), plan.workers(count), apply
+                    )
                 work = f"{state}, {workers} workers, {apply}"
                 contests.append(interleave("B4", work, contenders, repeat=plan.repeat, warmup=plan.warmup(3)))
     return contests

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, compress, repeat
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, getitem, is_, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightwire.errors import PreflightError
@@ -161,8 +161,12 @@ class _Tree:
         self._full = [table for table in (*owners, *levels) if table]
         self._sizes = list(map(len, self._full))
         self._owners, self._keys = _pairs(owners)
-        self._levels, self._names = _pairs(levels)
+        self._levels, self._names = _pairs([level for level in levels if len(level) <= _LONG])
         self._children = list(map(getitem, self._levels, self._names))
+        # To go along a long one costs less than to look up every key of it.
+        self._long = [level for level in levels if len(level) > _LONG]
+        self._long_names = list(chain.from_iterable(self._long))
+        self._long_children = list(chain.from_iterable(map(_VALUES, self._long)))
         self._hidden = [module._non_persistent_buffers_set for module in modules if module._buffers]
         self._hidden_keys = list(map(set, self._hidden))
         self._types = list(map(type, map(getitem, self._owners, self._keys)))  # among them, whether they are None
@@ -188,6 +192,8 @@ class _Tree:
         try:
             if not (
                 all(map(is_, map(getitem, self._levels, self._names), self._children))
+                and list(chain.from_iterable(self._long)) == self._long_names
+                and all(map(is_, chain.from_iterable(map(_VALUES, self._long)), self._long_children))
                 and all(map(is_, map(getitem, self._insides, _PARAMETERS), self._parameters))
                 and not any(self._empty)
                 and list(map(len, self._full)) == self._sizes
@@ -206,6 +212,9 @@ class _Tree:
 
 _WORTHWHILE = 30
 """Tokens in a trace from which on a trail is faster than a walk."""
+_LONG = 6
+"""Children of a Module from which on they are gone through in their order."""
+_VALUES = methodcaller("values")
 _PARAMETERS = repeat("_parameters")  # replaced as a whole, or gone, where a Module was taken apart
 
 
