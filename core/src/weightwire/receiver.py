@@ -392,7 +392,7 @@ class WeightReceiver:
         header, old = delivery.header, self._state
         begun = time.perf_counter()
         try:
-            base = self._check_header(header, old.have.base)
+            base = self._check_header(delivery, old.have.base)
             layout = self._target.admit(header)
             if self._plan is None or self._plan.layout != layout:
                 self._plan = StreamPlan(layout, self._group)
@@ -458,7 +458,7 @@ class WeightReceiver:
         try:
             base = self._state.have.base
             for delivery in chain:
-                base = self._check_header(delivery.header, base)
+                base = self._check_header(delivery, base)
                 if delivery.header.digest:
                     _check_digest(delivery)
                 prepared.append(self._prepare(delivery))
@@ -490,8 +490,11 @@ class WeightReceiver:
                 self._refuse(header.stamp, "commit", RuntimeError(f"interrupted by {type(exc).__name__}"), ruined=True)
             raise
 
-    def _check_header(self, header: Header, base: Version | None) -> Version:
+    def _check_header(self, delivery: Delivery, base: Version | None) -> Version:
         """Check what can be checked before the first byte is used; the full version that the policy will stand on."""
+        if delivery.fault is not None:
+            raise delivery.fault
+        header = delivery.header
         if header.encoding != "plain":
             raise WireError(
                 f"version {header.stamp.number} is encoded as {header.encoding!r}; this worker knows only 'plain'"

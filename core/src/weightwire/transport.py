@@ -311,7 +311,11 @@ class Delivery:
 
     Attributes:
         alone: a backend that knows that no subset lies on this version yet sets it, so that nobody asks for one.
+        fault: why this version cannot be read, where a backend that was told of it found that out: it is refused with
+            this error, once, and the trainer hears of it. The header need not say more than the version and its base.
     """
+
+    fault: Exception | None = None
 
     def __init__(
         self,

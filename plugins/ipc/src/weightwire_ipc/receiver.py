@@ -53,9 +53,6 @@ from weightwire_ipc.reach import Holds, Reach
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
     from weightwire_ipc.device import Layer
     from weightwire_ipc.reach import OpenArena
@@ -158,16 +155,11 @@ class Session:
             self.leases.close()
 
 
-class _Damaged(Delivery):
-    """A version whose header cannot be read. The core finds that out when it checks the digest, and so it is refused
-    like any other that is not what was sent: once, and the trainer is told."""
-
-    def __init__(self, info: SlotInfo, error: Exception) -> None:
-        super().__init__(Header(info.stamp, Layout((), ()), base=info.base, digest=bytes(16)))
-        self._error = error
-
-    def tensors(self) -> Sequence[Tensor]:
-        raise self._error
+def _unreadable(info: SlotInfo, why: Exception) -> Delivery:
+    """A version whose header, or memory, cannot be had."""
+    delivery = Delivery(Header(info.stamp, Layout((), ()), base=info.base))
+    delivery.fault = why
+    return delivery
 
 
 class IpcReceiver(Receiver):
@@ -334,7 +326,7 @@ class IpcReceiver(Receiver):
             delivery = None if data is None else self._deliver(session, slot, lease, self._decode(data, info, slot))
         except (DigestError, OSError) as exc:  # damaged, or not to be mapped: no memory, no room for another mapping
             lease.release()
-            return _Damaged(info, exc)
+            return _unreadable(info, exc)
         except BaseException:
             lease.release()
             raise
