@@ -8,6 +8,9 @@ That is checked, not trusted: where a release of Ray lays arrays otherwise, the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,21 +127,41 @@ def digest_of(buckets: Iterable[Sequence[Any]], layout: Layout) -> bytes:
 
 def _joined(arrays: Sequence[Any]) -> Bytes:
     """Arrays that lie one after the other, each at a multiple of 64 bytes, as one; others are copied together."""
-    places: list[int] = []
-    nbytes = 0
-    for array in arrays:
-        if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
-            raise WireError("a bucket in Ray's store holds something else than flat arrays of bytes")
-        places.append(aligned(nbytes))
-        nbytes = places[-1] + array.size
+    if not all(type(array) is np.ndarray and array.dtype == np.uint8 and array.ndim == 1 for array in arrays):
+        raise WireError("a bucket in Ray's store holds something else than flat arrays of bytes")
+    row = _row(tuple(map(_SIZE, arrays)))
     first = _address(arrays[0])
-    if first % ALIGNMENT == 0 and all(_address(array) == first + place for array, place in zip(arrays, places)):
-        return np.asarray(_Window(arrays, first, nbytes))
-    spacious = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    joined = spacious[-_address(spacious) % ALIGNMENT :][:nbytes]
-    for array, place in zip(arrays, places):
+    if first % ALIGNMENT == 0 and row.holds(arrays, first):
+        return np.asarray(_Window(arrays, first, row.nbytes))
+    spacious = np.zeros(row.nbytes + ALIGNMENT, np.uint8)
+    joined = spacious[-_address(spacious) % ALIGNMENT :][: row.nbytes]
+    for array, place in zip(arrays, row.places):
         joined[place : place + array.size] = array
     return joined
+
+
+_SIZE = attrgetter("size")
+
+
+class _Row:
+    """Where arrays of some sizes are to lie, and where the last one ends."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.places = [0, *accumulate(map(aligned, sizes[:-1]))]
+        self.nbytes = self.places[-1] + sizes[-1]
+        self._known = False
+
+    def holds(self, arrays: Sequence[Bytes], first: int) -> bool:
+        """Whether they lie so. Ray places the arrays of one object by their sizes alone: where a thousand of these
+        sizes did once, a look at the last one is enough."""
+        if not self._known:
+            self._known = all(_address(array) == first + place for array, place in zip(arrays, self.places))
+        return self._known and _address(arrays[-1]) == first + self.places[-1]
+
+
+@lru_cache(64)
+def _row(sizes: tuple[int, ...]) -> _Row:
+    return _Row(sizes)
 
 
 def _address(array: Bytes) -> int:
