@@ -496,7 +496,34 @@ def parameter_to_buffer(m: Any) -> None:
 
 
 def move_up(m: Any) -> None:
-    m._modules["3"] = m[2]._modules.pop("0")
+    m._modules["up"] = m[2]._modules.pop("0")
+
+
+def rename_in_place(m: Any) -> None:
+    children = {"first" if name == "0" else name: child for name, child in m._modules.items()}
+    m._modules.clear()
+    m._modules.update(children)
+
+
+def replace_by_an_equal_one(m: Any) -> None:
+    m[0] = Equal(3, 4)
+
+
+def replace_table(m: Any) -> None:
+    m[0]._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in m[0]._parameters.items()}
+
+
+def drop_module(m: Any) -> None:
+    del m._modules["1"]
+
+
+class Equal(nn.Linear):
+    """Says that it is equal to all of its kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = nn.Linear.__hash__
 
 
 @pytest.mark.parametrize(
@@ -517,10 +544,19 @@ def move_up(m: Any) -> None:
         drop_bias,
         parameter_to_buffer,
         move_up,
+        rename_in_place,
+        replace_by_an_equal_one,
+        replace_table,
+        drop_module,
     ],
 )
-def test_every_change_is_noticed(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("more", [0, 3, 12], ids=["few tensors", "more", "many children"])
+def test_every_change_is_noticed(change: Callable[[Any], None], more: int) -> None:
     model = policy()
+    model[0] = Equal(3, 4)
+    for number in range(more):
+        model.append(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)) if more < 4 else nn.Linear(2, 2))
+        assert len(model) == 4 + number
     source = Source(model)
     source.extract()
     change(model)
@@ -530,6 +566,19 @@ def test_every_change_is_noticed(change: Callable[[Any], None]) -> None:
     assert [id(t) for t in got.tensors] == [id(t) for t in fresh.tensors]
     assert values(got) == values(fresh)
     assert source.extract().plan is got.plan
+
+
+@pytest.mark.parametrize("more", [2, 12])
+def test_another_order_of_the_same_modules(more: int) -> None:
+    model = policy()
+    for _ in range(more):
+        model.append(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)))
+    source = Source(model)
+    source.extract()
+    model._modules["0"] = model._modules.pop("0")
+    got, expected = source.extract(), model.state_dict()
+    found = {entry.name: tensor for entry, tensor in zip(got.layout.entries, got.tensors)}
+    assert snapshot(found) == snapshot(expected)
 
 
 def values(state: State) -> list[bytes]:
