@@ -237,3 +237,16 @@ def test_what_a_worker_said_of_a_version_outlives_its_goodbye() -> None:
     assert roster.pending(names, V2, "applied") == []
     roster.observe(Joined(worker="done", incarnation=2))
     assert roster.receipt("done", V2).state == "sent", "it is another one of that name"
+
+
+def test_what_is_told_twice_counts_once() -> None:
+    """An interrupt may leave open whether a report was sent, or booked."""
+    roster = roster_with("a", "b")
+    failed = Applied(worker="a", incarnation=1, stamp=V1, error="a hook failed")
+    assert [roster.observe(event) for event in (failed, failed)] == [True, True]
+    assert [roster.observe(refused("b", V1)) for _ in range(2)] == [True, True]
+    assert [failure.worker for failure in roster.take_failures()] == ["b", "a"]
+    left = Left(worker="a", incarnation=1)
+    lost = Lost(worker="a", incarnation=1, reason="its connection broke")
+    assert [roster.observe(event) for event in (left, left, lost)] == [True, False, False]
+    assert not roster.failures

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -1080,3 +1081,35 @@ def test_a_function_is_handed_memory_of_its_own(writable: bool) -> None:
         assert given["a"].data_ptr() == given["b"].data_ptr(), "tied they stay"
         given["a"].fill_(-1)
         assert views[0].eq(1).all() == own
+
+
+# -- leaves that are made anew over the memory that was there ----------------------------------------------------------
+
+
+def over(memory: Any, how: str) -> Tensor:
+    """Another tensor at the same place, of the same geometry, through which the memory looks otherwise."""
+    if how == "inference":
+        with torch.inference_mode():
+            return torch.from_numpy(memory)
+    whole = torch.from_numpy(memory)
+    return {"conj": whole.conj, "neg": lambda: whole.conj().imag}[how]()
+
+
+@pytest.mark.parametrize("mode", [None, "cpu"])
+@pytest.mark.parametrize("how", ["inference", "conj", "neg"])
+def test_a_leaf_that_looks_at_its_memory_otherwise(how: str, mode: str | None) -> None:
+    memory = np.zeros(3, np.float32 if how == "inference" else np.complex64)
+    first = torch.from_numpy(memory)
+    weights = {"a": first.imag if how == "neg" else first, "b": torch.zeros(2)}
+    value = 2 - 3j if how == "conj" else 5.0
+    sent = {"a": torch.full_like(weights["a"], value), "b": torch.ones(2)}
+    target, trainer = make_target(weights), Trainer()
+    for _ in range(2):
+        bring(target, sent, trainer)
+    weights["a"] = over(memory, how)
+    assert weights["a"].data_ptr() == (first.imag if how == "neg" else first).data_ptr()
+    with torch.device(mode) if mode else nullcontext():
+        bring(target, sent, trainer)
+        bring(target, sent, trainer)
+    assert torch.equal(weights["a"].resolve_conj().resolve_neg(), sent["a"])
+    assert torch.equal(weights["b"], sent["b"])

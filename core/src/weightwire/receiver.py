@@ -285,7 +285,10 @@ class WeightReceiver:
         version, seconds = whole(version, "version"), bounded(timeout, self.timeout)
         deadline = Deadline.after(seconds)
         while self.version < version or not self.ready:
-            self.pull(max(deadline.remaining, 1e-9))
+            try:
+                self.pull(max(deadline.remaining, 1e-9))
+            except (WaitTimeout, UpdaterLostError):  # which know only of what was left of the time
+                raise self._timed_out(seconds, f"version {version}") from None
             if deadline.expired and not (self.version >= version and self.ready):
                 raise self._timed_out(seconds, f"version {version}")
         return self.version
@@ -484,6 +487,8 @@ class WeightReceiver:
             commit(prepared, then=partial(setattr, self, "_state", state))
             event.seconds["commit"] = time.perf_counter() - begun
         except Exception as exc:
+            if self._state is state:  # a signal handler's, when all was done: the next pull tells the trainer
+                raise
             raise self._refuse(header.stamp, "commit", exc, ruined=any(done.ruined for done in prepared)) from exc
         except BaseException as exc:  # Ctrl-C: nothing was taken, unless it hit a callable target
             if any(done.ruined for done in prepared):
@@ -538,6 +543,7 @@ class WeightReceiver:
         if failed:
             error = "; ".join(f"hook {name} raised {type(exc).__name__}: {exc}" for name, exc in failed)
             event = msgspec.structs.replace(event, error=error)
+            self._state = self._state._replace(event=event)  # should an interrupt leave it to the next pull to tell
         self._pay(event)
         if self._observed:
             self._observe(event.stamp, "applied", event, error, "after-hooks" if error else "")

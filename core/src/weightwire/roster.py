@@ -90,17 +90,17 @@ class Roster:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def observe(self, event: Event) -> None:
-        """Take one event. Those of an incarnation that is gone are dropped."""
+    def observe(self, event: Event) -> bool:
+        """Take one event; whether it counts. Those of an incarnation that is gone do not."""
         if isinstance(event, Joined):
             self._join(event)
-            return
+            return True
         worker = self.workers.get(event.worker)
         if worker is None or worker.incarnation != event.incarnation:
-            return
+            return False
         if isinstance(event, Applied):
             self._applied(worker, event)
-            return
+            return True
         if isinstance(event, (Lost, Left)):
             del self.workers[event.worker]
             self._refused_here.pop(event.worker, None)
@@ -111,15 +111,16 @@ class Roster:
                 newest = worker.staged or worker.stamp
                 number = newest.number if newest else 0
                 self._fail(Failure(WorkerLostError, worker.name, number, f"lost: {event.reason}", "wait"))
-            return
+            return True
         if isinstance(event, Staged):  # said by the backend, or by a thread of the worker's that needs no policy
             worker.staged = max(worker.staged or event.stamp, event.stamp)
-            return
+            return True
         if isinstance(event, Noted):
             worker.notes = {**worker.notes, **event.notes}
-            return
+            return True
         worker.stuck = False
         self._refused(worker, event)
+        return True
 
     def _join(self, event: Joined) -> None:
         self._refused_here.pop(event.worker, None)
@@ -139,12 +140,16 @@ class Roster:
     def _applied(self, worker: WorkerInfo, event: Applied) -> None:
         worker.stuck = False
         worker.staged = max(worker.staged or event.stamp, event.stamp)
+        if event == worker.applied:  # told twice, since an interrupt left open whether it had been
+            return
         if worker.stamp is None or event.stamp >= worker.stamp or worker.stamp.epoch not in self.epochs:
             worker.stamp, worker.applied, worker.error = event.stamp, event, event.error
         if event.error:
             self._fail(Failure(ApplyError, worker.name, event.stamp.number, event.error, "after-hooks"))
 
     def _refused(self, worker: WorkerInfo, event: Refused) -> None:
+        if event == worker.refused:  # told twice
+            return
         if worker.refused is None or event.stamp >= worker.refused.stamp:
             worker.refused, worker.error = event, event.error
         told = self._refused_here.get(worker.name, set())

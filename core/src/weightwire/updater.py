@@ -381,9 +381,14 @@ class WeightUpdater:
         payload.seconds["wait"] = time.perf_counter() - begun
         self._size = (payload.stamp.number, len(payload.layout.entries), payload.layout.used)
         report, failures = self._report(names, payload.stamp, dict(payload.seconds), payload.devices)
-        self._pulse.pushed(report)
-        if self._observed:
-            self._observers.after_push(endpoint=self.endpoint, report=report)
+        try:
+            self._pulse.pushed(report)
+            if self._observed:
+                self._observers.after_push(endpoint=self.endpoint, report=report)
+        except BaseException:  # Ctrl-C, in an observer: they are still to be told
+            with self._books:
+                self._roster.failures[:0] = failures
+            raise
         if failures:
             _raise(failures, report, on_lost, f" (version {report.version} was sent)")
         return report
@@ -558,8 +563,8 @@ class WeightUpdater:
         with self._books:
             while self._heard:
                 event = self._heard[0]
-                self._roster.observe(event)
-                moved = isinstance(event, (Joined, Lost, Left))  # somebody came or went
+                counts = self._roster.observe(event)
+                moved = counts and isinstance(event, (Joined, Lost, Left))  # somebody came or went
                 if moved:
                     self._turn_over(event)
                 del self._heard[0]
@@ -622,19 +627,24 @@ class WeightUpdater:
         receivers are ``closed`` then, and a later updater at this place meets new ones only.
 
         Raises, once, what went wrong since the last call and was not told yet; everything is freed all the same.
-        Within a push of the same thread (a hook, a signal handler) it takes effect when that push has ended.
+        Within a push of the same thread (a hook, a signal handler) it takes effect when that push has ended, which
+        waits for nobody from then on; what is to be told then, a second call tells.
         """
-        failures = self._shut(timeout)
+        self._shut(timeout)
+        if self._turn.mine or not self._origin.here:
+            return
+        with self._books:
+            failures = self._roster.take_failures()
         lost = tuple(dict.fromkeys(failure.worker for failure in failures if failure.kind is WorkerLostError))
         _raise(failures, PushReport(version=self.version, run=self.run, lost=lost), "raise")
 
-    def _shut(self, timeout: float | None) -> list[Failure]:
+    def _shut(self, timeout: float | None) -> None:
         if self._over or not self._origin.here:
-            return []
+            return
         deadline = Deadline.after(bounded(timeout, min(self.timeout, 10.0)))
         self._closed = True  # first, so that whoever waits in another thread stops
         if self._turn.mine:
-            return []
+            return
         try:
             self._turn.take(deadline)
             if not self._over:
@@ -646,8 +656,6 @@ class WeightUpdater:
                     self._ranks.close()
                 self._over = True
                 self._finalizer.detach()
-            with self._books:
-                return self._roster.take_failures()
         finally:
             self._turn.give()
 

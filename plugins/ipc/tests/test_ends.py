@@ -30,6 +30,7 @@ from weightwire.errors import (
     StorageFullError,
     WaitTimeout,
 )
+from weightwire.testing.workers import until
 from weightwire.transport import Applied, Deadline, Have, Joined, Left, Lost, Refused, Staged, Version
 from weightwire_ipc import place
 from weightwire_ipc.protocol import PROTOCOL, Channel, Goodbye, Hello, Memory, Report
@@ -689,6 +690,28 @@ def test_interrupts_at_every_step_of_stage_leave_the_sender_usable(bench: Any) -
         if not interrupted:
             break
     assert outcomes == {(False, True), (True, True), (True, False)}
+
+
+def test_interrupts_at_every_step_of_a_hello_and_of_a_goodbye(bench: Any, gather: Callable[..., Any]) -> None:
+    """Whoever says both is not lost, whatever comes in between."""
+    sender = bench.sender()
+    bench.stage(sender, 1)
+    hits = 0
+    for number in range(1, 200):
+        sender._attended = time.monotonic() + 3600  # the service thread keeps off
+        receiver = bench.receiver("w", incarnation=number)
+        sender._turn()  # which lets it in
+        hits += run_interrupted(sender._turn, number)
+        found = gather(sender, lambda event: isinstance(event, Joined))
+        assert receiver.poll(Have(), SOON(5)) is not None
+        receiver.close(SOON(5))
+        sender._attended = time.monotonic() + 3600
+        hits += run_interrupted(sender._turn, number)
+        found += gather(sender, lambda event: isinstance(event, (Left, Lost)))
+        gone = [event for event in found if isinstance(event, (Left, Lost))]
+        assert isinstance(gone[0], Left), "what comes after it does not count"
+        until(lambda: sender.events(NOW) is not None and not sender._peers, "all of it was forgotten", 5)
+    assert hits > 100
 
 
 def run_interrupted(call: Callable[[], object], steps: int) -> bool:

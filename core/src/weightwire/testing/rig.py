@@ -122,21 +122,25 @@ def gather(sender: Sender, fits: Callable[[Event], bool], timeout: float = 5.0) 
 
 
 def interrupted(call: Callable[[], Any], after: float) -> bool:
-    """Run ``call`` in this (the main) thread and send it SIGINT after some seconds; whether that is what ended it."""
-    main = threading.main_thread()
-    assert threading.current_thread() is main, "only the main thread gets signals"
-    assert main.ident is not None
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(after, signal.pthread_kill, (main.ident, signal.SIGINT))
+    """Run ``call`` in this (the main) thread and raise KeyboardInterrupt in it after some seconds, as Ctrl-C does;
+    whether that came amid it.
+
+    By an alarm: another thread that is to send SIGINT gets its turn at Python only when this one waits for something.
+    """
+    assert threading.current_thread() is threading.main_thread(), "only the main thread gets signals"
+    others, rest = signal.signal(signal.SIGALRM, signal.default_int_handler), signal.getitimer(signal.ITIMER_REAL)
+    begun = ended = False
     try:
         try:
-            timer.start()
+            signal.setitimer(signal.ITIMER_REAL, max(after, 1e-6))
+            begun = True
             call()
+            ended = True
         finally:
-            timer.cancel()
-            timer.join()  # from here on no signal is on its way
+            signal.setitimer(signal.ITIMER_REAL, 0)  # from here on no signal is on its way
     except KeyboardInterrupt:
-        return True
+        return begun and not ended
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGALRM, others)
+        signal.setitimer(signal.ITIMER_REAL, *rest)
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightwire.errors import PreflightError
 from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
@@ -49,7 +49,6 @@ class Fit:
         inference: bool,
         inferring: bool,
         streams: Sequence[torch.device],
-        direct: bool,
     ) -> None:
         copies, swaps, self.places, self.odd = (ways[way] for way in (COPY, SWAP, PLACE, CODE))
         self.into = into
@@ -67,17 +66,6 @@ class Fit:
         self.strides: list[tuple[int, ...]] | None = None  # of what moves, once they are known: it is always the same
         self.special = bool(self.adapted_copies or self.adapted_swaps or self.places or self.odd or ties or inferring)
         self.plain = self.whole and not (self.special or swaps)  # nothing but one fused copy of all views
-        self._aims = [route.leaf for route in copies] if direct else None
-        self._straight = self._aims == list(range(len(copies)))
-
-    def aims(self, leaves: list[Any]) -> list[Tensor]:
-        """What the fused copy writes to: where that can be, the leaves themselves. They have just been looked at, while
-        other tensors over the same memory would have to be fetched into the CPU's cache."""
-        if self._aims is None:
-            return self.into
-        if self._straight and len(leaves) == len(self._aims):
-            return leaves
-        return list(map(leaves.__getitem__, self._aims))
 
 
 COPY, SWAP, PLACE, CODE = "copy", "swap", "place", "code"
@@ -118,18 +106,12 @@ def make_fit(
         inference=any(tensor.is_inference() for tensor in written),
         inferring=any(slots[route.leaf].value.is_inference() for route in ways[SWAP]),
         streams=streams,
-        direct=all(slots[route.leaf].kind == PLAIN and not _by_bits(slots[route.leaf]) for route in ways[COPY]),
     )
-
-
-def _by_bits(slot: Slot) -> bool:
-    assert slot.raw is not None
-    return needs_bit_copy(slot.raw.dtype)
 
 
 def _into(slot: Slot) -> Tensor:
     assert slot.raw is not None
-    return bits(slot.raw) if _by_bits(slot) else slot.raw
+    return bits(slot.raw) if needs_bit_copy(slot.raw.dtype) else slot.raw
 
 
 class _Fitter:

@@ -81,7 +81,7 @@ class StateTarget(Target):
             return Prepared(
                 tensors=fit.tensors,
                 nbytes=fit.nbytes,
-                steps=[partial(torch._foreach_copy_, fit.aims(found.leaves), views)],
+                steps=[partial(torch._foreach_copy_, fit.into, views)],
                 inference=fit.inference,
                 streams=fit.streams,
             )
@@ -332,7 +332,7 @@ class _Work:
             quietly(partial(self._special, values, fresh))
         self.moved = dict(zip(fit.moving, fresh)) | self.moved
         if values:
-            self.steps.append(partial(torch._foreach_copy_, fit.aims(self.leaves), values))
+            self.steps.append(partial(torch._foreach_copy_, fit.into, values))
         old: list[Any] = [self.leaves[leaf] for leaf in self.replaced]
         if self.moved:
             setter = tensor.data.__set__  # type: ignore[attr-defined]

@@ -329,13 +329,15 @@ class Signature(NamedTuple):
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     strides: list[tuple[int, ...]]
+    flags: list[tuple[bool, bool, bool]]
 
 
 def signature(tensors: Sequence[Tensor], *, strides: bool = True) -> Signature:
-    """The geometry of plain tensors (strided, with memory of their own). Others may raise ``RuntimeError``.
+    """The geometry of plain tensors (strided, with memory of their own), and whether they are conjugate or negative
+    views, or inference tensors. Others may raise ``RuntimeError``.
 
-    ``strides=False`` leaves them out, for those who read tensors that overlap no other: whatever their order, a copy is
-    the same.
+    ``strides=False`` leaves strides and flags out, for those who read tensors that overlap no other: whatever their
+    order, a copy is the same.
     """
     import torch
 
@@ -346,6 +348,9 @@ def signature(tensors: Sequence[Tensor], *, strides: bool = True) -> Signature:
             list(map(_DTYPE, tensors)),
             list(map(_SHAPE, tensors)),
             list(map(tensor.stride, tensors)) if strides else [],
+            list(zip(*(map(flag, tensors) for flag in (tensor.is_conj, tensor.is_neg, tensor.is_inference))))
+            if strides
+            else [],
         )
 
 

@@ -96,6 +96,7 @@ class Peer:
         self.board = Board()
         self.link = Link()
         self.joined: Joined | None = None
+        self.hello: Hello | None = None
         self.acting: Version | None = None
         self.known: set[int] = set()  # slots whose descriptors it has
         self.told: Offers = (None, None)
@@ -493,7 +494,7 @@ class IpcSender(Sender):
         if self._closed or not self._origin.here:
             return []
         now = time.monotonic()
-        if now >= deadline.at:
+        if now >= deadline.at or self._broken_off:
             self._turn()
         while now < deadline.at and not self._events and not self._closed:
             self._attended = now + ATTENDED
@@ -543,8 +544,9 @@ class IpcSender(Sender):
         except (BlockingIOError, ConnectionError):  # it has gone again
             return
         except (OSError, StorageFullError) as exc:
-            self._epoll.unregister(self._place.listener.fileno())
-            self._deaf_until = time.monotonic() + DEAF
+            self._deaf_until = time.monotonic() + DEAF  # first, so that an interrupt leaves nobody deaf for ever
+            with suppress(FileNotFoundError):
+                self._epoll.unregister(self._place.listener.fileno())
             self._ring(self._wake)
             if not self._short:
                 advice = "; raise the limit (ulimit -n)" if getattr(exc, "errno", 0) == errno.EMFILE else ""
@@ -571,8 +573,9 @@ class IpcSender(Sender):
 
     def _listen_again(self) -> None:
         if time.monotonic() >= self._deaf_until:
+            with suppress(FileExistsError):
+                self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
             self._deaf_until = 0.0
-            self._epoll.register(self._place.listener.fileno(), select.EPOLLIN)
 
     def _listen(self, peer: Peer, most: int = BURST) -> None:
         """Read what a worker says. Anything malformed ends this connection, and no other."""
@@ -606,15 +609,17 @@ class IpcSender(Sender):
         elif isinstance(message, Probed) and peer.joined is not None:
             self._hear_probed(peer, message.reason)
         elif isinstance(message, Goodbye):
-            self._drop(peer)
-            if peer.joined is not None:
+            if peer.joined is not None:  # first: where the rest is broken off, the connection counts as lost
                 self._events.append(Left(worker=peer.name, incarnation=peer.joined.incarnation))
-        elif isinstance(message, Hello) and peer.joined is None:
+            self._drop(peer)
+        elif isinstance(message, Hello) and peer.hello in (None, message):
             self._greet(peer, message)
         else:
             raise WireError(f"{type(message).__name__} came out of turn")
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
+        """May be broken off anywhere, and done again: a second welcome says nothing new."""
+        peer.hello = hello
         if hello.protocol != PROTOCOL:
             self._reject(
                 peer,
@@ -626,7 +631,7 @@ class IpcSender(Sender):
         joined = wire.decode_event(hello.joined)
         if not isinstance(joined, Joined):
             raise WireError(f"a hello of kind {type(joined).__name__}")
-        if not self._make_way(joined):
+        if self._workers.get(joined.worker) is not peer and not self._make_way(joined):
             other = self._workers[joined.worker].pid
             self._reject(
                 peer,
@@ -634,9 +639,10 @@ class IpcSender(Sender):
                 f"another live worker is called {joined.worker!r} (process {other}); give each a name of its own",
             )
             return
+        if peer.joined is None:
+            self._events.append(joined)
         peer.joined, peer.acting = joined, joined.have.acting
         self._workers[joined.worker] = peer
-        self._events.append(joined)
         peer.channel.send(Welcome(self.epoch, peer.lane), [peer.board.shared, self._leases.shared])
         if self._arenas is not None and hello.device:
             peer.link.device = hello.device
@@ -659,9 +665,9 @@ class IpcSender(Sender):
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._arenas is not None:
             self._arenas.withdraw(peer.link)
-        self._drop(peer)
-        if peer.joined is not None:
+        if peer.joined is not None:  # perhaps again, where the rest was broken off: it counts once
             self._events.append(Lost(worker=peer.name, incarnation=peer.joined.incarnation, reason=reason))
+        self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
         """Forget a connection. May be broken off anywhere, and done again."""

@@ -7,6 +7,8 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -119,26 +121,29 @@ class Place:
 
 
 _places: dict[str, Place] = {}
-_lock = threading.RLock()
 
 
 def _in_child() -> None:
     """None of the parent's threads is there, and one may have held a lock: a forked child meets nobody of before."""
-    global _lock
-    _lock = threading.RLock()
     _places.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
-def _meet(name: str) -> Place:
-    with _lock:
-        return _places.setdefault(name, Place(name))
+@contextmanager
+def _entering(name: str) -> Iterator[Place]:
+    """The place of this name, locked, and with it everybody out who would give it up meanwhile."""
+    while True:
+        place = _places.setdefault(name, Place(name))
+        with place.lock:
+            if _places.get(name) is place:
+                yield place
+                return
 
 
 def _part(place: Place) -> None:
-    with _lock:
+    with place.lock:
         if place.sender is None and not place.receivers and _places.get(place.name) is place:
             del _places[place.name]
 
@@ -150,8 +155,8 @@ class VanillaSender(Sender):
         location = endpoint.location or secrets.token_hex(8)
         self._keep = options.keep
         self.endpoint = str(dataclasses.replace(endpoint, location=location))
-        self._place = place = _meet(scoped(location))
-        with place.lock:
+        with _entering(scoped(location)) as place:
+            self._place = place
             if place.sender is not None:
                 raise EndpointInUseError(
                     f"{self.endpoint} has a live updater in this process already; close it, or choose another location"
@@ -250,10 +255,10 @@ class VanillaReceiver(Receiver):
         self.deliver = context.deliver  # set where it is inline
         self.direct = self.inline and not self.alias  # it is done with the tensors when `deliver` returns
         self.whereabouts = "vanilla reaches trainers in this process only"
-        self._place = place = _meet(scoped(endpoint.location))
         self._seen: tuple[int, Have] | None = None
         self._ending = False
-        with place.lock:
+        with _entering(scoped(endpoint.location)) as place:
+            self._place = place
             if self.name in place.receivers:
                 raise EndpointInUseError(
                     f"a worker named {self.name!r} is live at {endpoint} already; choose another name"

@@ -47,7 +47,7 @@ class ApplyingCases(Cases):
             error = caught.value
             assert (error.worker, error.tensor) == ("w", name)
             assert error.phase == "commit"
-            assert "w" in str(error)
+            assert "'w'" in str(error)
             assert name in str(error)
             assert error.report is not None
             assert error.report.receipts["w"].state == "failed"
@@ -249,7 +249,7 @@ class ApplyingCases(Cases):
             with pytest.raises(DigestError):
                 receiver.pull(10.0)
         assert (receiver.version, seen(receiver.weights)) == (1, 1)
-        with pytest.raises(RefusedError, match="w"):
+        with pytest.raises(RefusedError, match="'w'"):
             updater.wait(2, timeout=10.0)
         report = updater.push(counters(3))
         assert receiver.pull(10.0) == 3

@@ -48,7 +48,7 @@ class RosterCases(Cases):
         first = rig.worker("w", counters, 0)
         updater.push(counters(1))
         first.pull(10.0)
-        with pytest.raises(EndpointInUseError, match="w"):
+        with pytest.raises(EndpointInUseError, match="'w'"):
             rig.worker("w", counters, 0).pull(10.0)
         updater.push(counters(2))
         assert first.pull(10.0) == 2
@@ -142,7 +142,7 @@ class RosterCases(Cases):
         with pytest.raises(PushError, match="no worker"):
             updater.push(counters(3), wait="applied")
         assert updater.push(counters(3), wait="applied", allow_empty=True).version == 3
-        with took(at_most=3.0), pytest.raises(WaitTimeout, match="1"):
+        with took(at_most=3.0), pytest.raises(WaitTimeout, match="1 worker "):
             updater.wait_for_workers(1, timeout=0.2)
         receiver = rig.receiver(counters(0))
         assert receiver.pull() == 3
