@@ -280,3 +280,9 @@ def test_a_job_must_be_printable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTWIRE_JOB", "a\nb")
     with pytest.raises(EndpointError, match="WEIGHTWIRE_JOB"):
         scoped("policy")
+
+
+def test_options_without_a_question_mark() -> None:
+    with pytest.raises(EndpointError, match=r"options come after '\?'"):
+        parse("ipc://x&slots=3")
+    assert parse("ipc://x%26slots=3").location == "x&slots=3"

@@ -332,7 +332,7 @@ def test_names_that_do_not_travel_are_refused_at_once(name: str) -> None:
 
 
 def test_an_empty_state_is_refused() -> None:
-    for empty in ({}, nn.Identity(), {"a": {}}, dict):
+    for empty in ({}, nn.Identity(), {"a": {}}, lambda: {}):
         assert "empty" in refusal(empty)
 
 
@@ -742,3 +742,46 @@ def test_parameters_in_another_order_keep_their_names() -> None:
     for _ in range(2):
         state = source.extract()
         assert state.tensors[state.layout.index["1.weight"]] is weight
+
+
+# -- what is likely to be meant otherwise ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [nn.Linear, dict])
+def test_a_class_is_no_policy(weights: Any) -> None:
+    with pytest.raises(PreflightError, match="the class .*; an instance of it is wanted"):
+        Source(weights)
+
+
+@pytest.mark.parametrize("cast", ["int8", {"weight": torch.int32}, {"*": "bool"}])
+def test_floats_are_not_cut_down_to_integers(cast: Any) -> None:
+    with pytest.raises(PreflightError, match="'weight' is float32; as .* it would lose its fractions"):
+        Source(nn.Linear(2, 2), cast=cast).extract()
+
+
+@pytest.mark.parametrize("cast", ["target", {"weight": "target"}])
+def test_what_the_target_has_is_known_to_workers_only(cast: Any) -> None:
+    with pytest.raises(PreflightError, match="WeightReceiver takes it"):
+        Source(nn.Linear(2, 2), cast=cast)
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "told"),
+    [
+        ("select", ["wieght", "bias"], "'wieght' of it matches none of 2 names; close ones: weight"),
+        ("select", "!wieght", "'!wieght' of it"),
+        ("rename", {"weight": "w", "bais": "b"}, "'bais' of it"),
+        ("cast", {"weight": "bfloat16", "b": "bfloat16"}, "'b' of it"),
+    ],
+)
+def test_a_pattern_beside_others_that_matches_nothing_is_told_once(
+    option: str, given: Any, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = nn.Linear(2, 2)
+    source = Source(policy, **{option: given})
+    for _ in range(2):
+        source.extract()
+        policy.weight = nn.Parameter(torch.zeros(2, 2))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{option}: ")
+    assert told in said

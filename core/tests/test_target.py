@@ -1113,3 +1113,14 @@ def test_a_leaf_that_looks_at_its_memory_otherwise(how: str, mode: str | None) -
         bring(target, sent, trainer)
     assert torch.equal(weights["a"].resolve_conj().resolve_neg(), sent["a"])
     assert torch.equal(weights["b"], sent["b"])
+
+
+@pytest.mark.parametrize("name", ["state_dict", "named_parameters"])
+def test_a_method_that_only_reads_is_no_target(name: str) -> None:
+    with pytest.raises(PreflightError, match=rf"{name}, which loads nothing: give the object"):
+        make_target(getattr(net(), name))
+
+
+def test_a_class_is_no_target() -> None:
+    with pytest.raises(PreflightError, match="the class Linear; an instance of it is wanted"):
+        make_target(nn.Linear)

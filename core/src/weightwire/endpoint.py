@@ -130,6 +130,8 @@ def _from_text(text: str) -> Endpoint:
     else:
         backend, at, rest = name.partition("@")
         distribution = rest if at else None
+    if "&" in location:
+        raise EndpointError("options come after '?', joined by '&' (inside a location, write %26)")
     options: dict[str, str] = {}
     for pair in query.split("&") if asked else ():
         key, equals, value = pair.partition("=")

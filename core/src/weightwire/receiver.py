@@ -653,7 +653,8 @@ class WeightReceiver:
         if self._thread not in (None, me):
             raise RuntimeError(
                 f"{self._origin.what} belongs to thread {self._thread}, which pulled first; this is thread "
-                f"{me}. Make a receiver for each thread, or share one: weightwire.collectors.gate.GatedReceiver."
+                f"{me}. Make a receiver for each thread, or share one: weightwire.collectors.gate.GatedReceiver, "
+                "which pulls by itself (act within `with receiver.acting():`)."
             )
         self._thread = self._idle = me
 

@@ -243,7 +243,7 @@ def _unknown(kind: str, name: str, records: list[BackendRecord]) -> str:
         message += " To install it: " + " or ".join(map(remedy, missing)) + "."
     elif not close:
         message += " Install the distribution that offers it, or name a module directly: 'import:package.module'."
-    return message + _silent_distribution(name)
+    return message if close else message + _silent_distribution(name)
 
 
 def remedy(name: str) -> str:

@@ -251,6 +251,10 @@ class Roster:
         for name in names:
             worker = self.workers[name]
             last = f"it last applied version {worker.version}" if worker.stamp else "it has applied no version yet"
+            if state == "applied" and not worker.stamp:
+                last += ": a worker does so when it calls pull()"
+            if worker.stuck:  # and nobody else was there to be waited for
+                last += "; it missed an earlier deadline and is not waited for until it speaks, and nobody else has it"
             worker.stuck = True
             self._fail(
                 Failure(

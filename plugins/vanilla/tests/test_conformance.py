@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightwire import WeightReceiver, WeightUpdater
+from weightwire import EndpointError, WeightReceiver, WeightUpdater
 from weightwire.testing import BackendSuite
 from weightwire.testing.states import counters
 from weightwire_vanilla import ends
@@ -16,6 +16,11 @@ from weightwire_vanilla import ends
 
 class TestVanilla(BackendSuite):
     endpoint = "vanilla"
+
+
+def test_a_worker_needs_to_know_the_place() -> None:
+    with pytest.raises(EndpointError, match="hand updater.endpoint on"):
+        WeightReceiver("vanilla", counters(0))
 
 
 def test_a_place_that_is_given_up_while_somebody_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ facts: the trainer with the :class:`Needs` that came with the worker's hello, th
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -86,6 +87,9 @@ def _if_injective(change: Callable[[str], str], names: Sequence[str]) -> list[st
 # -- select, rename, cast --------------------------------------------------------------------------------------------
 
 
+logger = logging.getLogger(__name__)
+
+
 class NameMap:
     """Select, rename and cast, checked once and then applied to any state.
 
@@ -96,6 +100,7 @@ class NameMap:
         self.select = _read_select(select)
         self.rename = _read_rename(rename)
         self.cast = _read_cast(cast)
+        self._looked = False
 
     @property
     def plain(self) -> tuple[tuple[str, ...] | None, dict[str, str] | None, str | dict[str, str] | None] | None:
@@ -126,7 +131,8 @@ class NameMap:
         return [(position, new) for new, position in renamed.items()]
 
     def check_use(self, names: Sequence[str]) -> None:
-        """Raise :class:`~weightwire.PreflightError` where a table of renames or casts names nothing of all names."""
+        """Raise :class:`~weightwire.PreflightError` where a table of renames or casts names nothing of all names; of
+        those that name something, log once what else is in them that does not."""
         known = canonical_all(names)
         renames = self.rename if isinstance(self.rename, dict) else {}
         if renames and not any(_rename_of(renames, name) is not None for name in known) and "module." not in renames:
@@ -134,6 +140,27 @@ class NameMap:
         casts = self.cast if isinstance(self.cast, dict) else {}
         if casts and not any(fnmatchcase(name, pattern) for name in known for pattern in casts):
             raise PreflightError(f"cast={casts} casts none of {len(known)} names{_close(casts, known)}")
+        if not self._looked:
+            self._looked = True
+            self._tell_of_idle(known, renames, casts)
+
+    def _tell_of_idle(self, names: Sequence[str], renames: Mapping[str, str], casts: Mapping[str, str]) -> None:
+        """Patterns that match nothing beside others that do: misspelt, or meant for another policy."""
+        select = () if callable(self.select) else self.select or ()
+        idle = {
+            "select": [p for p in select if not any(fnmatchcase(name, p.removeprefix("!")) for name in names)],
+            "rename": [key for key in renames if not any(_rename_of({key: ""}, name) is not None for name in names)],
+            "cast": [pattern for pattern in casts if not any(fnmatchcase(name, pattern) for name in names)],
+        }
+        for option, patterns in idle.items():
+            if patterns and patterns != ["module."]:
+                logger.warning(
+                    "%s: %s of it matches none of %d names%s",
+                    option,
+                    ", ".join(map(repr, patterns)),
+                    len(names),
+                    _close([pattern.removeprefix("!") for pattern in patterns], names),
+                )
 
     def selects(self, name: str) -> bool:
         """Whether a canonical name takes part."""
@@ -165,7 +192,8 @@ class NameMap:
         """The name of the dtype after the cast, of a tensor that had ``name`` before renaming and has ``dtype`` now.
 
         ``target`` is the dtype that ``"target"`` stands for, where there is one. Raises
-        :class:`~weightwire.PreflightError` for casts that lose more than digits (complex to real) or that torch lacks.
+        :class:`~weightwire.PreflightError` for casts that lose more than digits (complex to real, floats to
+        integers) or that torch lacks.
         """
         wanted = self._cast_of(canonical(name), dtype).removesuffix(SCALE)
         if wanted == "target":
@@ -176,6 +204,11 @@ class NameMap:
             raise PreflightError(f"cast: {name!r} is {dtype}, which torch cannot convert")
         if _kind(dtype) == _COMPLEX != _kind(wanted):
             raise PreflightError(f"cast: {name!r} is {dtype}; as {wanted} it would lose its imaginary part")
+        if _kind(dtype) == _FLOATING > _kind(wanted):
+            raise PreflightError(
+                f"cast: {name!r} is {dtype}; as {wanted} it would lose its fractions: quantise it yourself, or cast it "
+                f"with a scale, to 'float8_e4m3fn{SCALE}'"
+            )
         return wanted
 
     def scaled(self, name: str, dtype: str) -> str:
@@ -186,8 +219,16 @@ class NameMap:
     @property
     def scales(self) -> bool:
         """Whether a cast asks for scales."""
-        casts = self.cast.values() if isinstance(self.cast, dict) else (self.cast or "",)
-        return any(cast.endswith(SCALE) for cast in casts)
+        return any(cast.endswith(SCALE) for cast in self._casts)
+
+    @property
+    def follows_target(self) -> bool:
+        """Whether a cast takes what the target has."""
+        return "target" in self._casts
+
+    @property
+    def _casts(self) -> Iterable[str]:
+        return self.cast.values() if isinstance(self.cast, dict) else (self.cast or "",)
 
     def excuses(self, name: str, payload_names: Sequence[str] = (), *, bare: bool = False) -> bool:
         """Whether a target's name may be missing because it was not selected: nothing that would be renamed to it is.

@@ -23,6 +23,7 @@ from weightwire.weights.walk import (
     Signature,
     Trail,
     Walk,
+    check_instance,
     is_dtensor,
     is_state,
     names_of,
@@ -71,6 +72,7 @@ class Source:
         self._weights = weights
         self._calls = callable(weights) and not is_state(weights)  # the function that returns them
         if self._calls:
+            check_instance(weights)
             check_runs(weights, "the source")
         elif weights is not None and not is_state(weights):
             raise not_weights(weights)
@@ -79,6 +81,8 @@ class Source:
         self._narrowed: dict[Any, Source] = {}
         self._trail = Trail(weights)
         self._map = NameMap(select, rename, cast)
+        if self._map.follows_target:
+            raise PreflightError(f"cast={cast!r}: 'target' is what a worker's policy has: WeightReceiver takes it")
         self._known: list[_Known] = []  # newest first
 
     def extract(self, weights: Any = None, *, select: Select = None, merge: bool = False) -> State:
@@ -355,7 +359,7 @@ def _fault(tensor: Tensor, *, sharded: bool) -> str:
     if is_lazy(tensor):
         return "not initialised yet: run its lazy module once"
     if tensor.is_meta:
-        return "on the meta device, without values"
+        return "on the meta device, without values: to_empty() and load them first"
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.is_quantized or dtype not in DTYPES:

@@ -17,7 +17,7 @@ from weightwire.weights.dtypes import dtype_name, needs_bit_copy, torch_dtype
 from weightwire.weights.layout import view
 from weightwire.weights.names import NameMap, Needs, match
 from weightwire.weights.slots import bits, normal, overlaps_itself, put, quietly, same_bits
-from weightwire.weights.walk import Guard, Signature, is_state, signature
+from weightwire.weights.walk import Guard, Signature, check_instance, is_state, signature
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,15 +82,24 @@ def make_target(
         raise PreflightError(f"cast={cast!r}: scales are made on the trainer, where the updater is given such a cast")
     if weights is None:
         return OwnedTarget(names, alias=apply == "alias")
+    check_instance(weights)
     if is_state(weights):
         return StateTarget(weights, names, alias=apply == "alias")
     if callable(weights):
+        if getattr(weights, "__name__", "") in _READS and is_state(getattr(weights, "__self__", None)):
+            raise PreflightError(
+                f"the target is the method {weights.__qualname__}, which loads nothing: give the object that it "
+                "belongs to, or its load_state_dict"
+            )
         check_runs(weights, "the target")
         return CallableTarget(weights, names, alias=apply == "alias")
     raise PreflightError(
         "a target is a Module, a TensorDict, a mapping of names to tensors, a function that takes one, or None; "
         f"not a {type(weights).__qualname__}"
     )
+
+
+_READS = ("state_dict", "parameters", "named_parameters", "buffers", "named_buffers")
 
 
 # -- a callable, or nothing ------------------------------------------------------------------------------------------

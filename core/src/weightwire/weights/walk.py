@@ -26,6 +26,7 @@ __all__ = [
     "Signature",
     "Trail",
     "Walk",
+    "check_instance",
     "is_data_parallel",
     "is_dtensor",
     "is_state",
@@ -80,6 +81,12 @@ def not_weights(value: Any) -> PreflightError:
         "weights are a Module, a TensorDict, a mapping with names as keys, or a function that returns one of these; "
         f"not a {type(value).__qualname__}"
     )
+
+
+def check_instance(weights: Any) -> None:
+    """Raise :class:`~weightwire.PreflightError` for a class: to call it would make another policy each time."""
+    if isinstance(weights, type):
+        raise PreflightError(f"the weights are the class {weights.__qualname__}; an instance of it is wanted")
 
 
 def leaves(state: Any) -> list[tuple[str, Any]]:
