@@ -19,7 +19,7 @@ class TestVanilla(BackendSuite):
 
 
 def test_a_worker_needs_to_know_the_place() -> None:
-    with pytest.raises(EndpointError, match="hand updater.endpoint on"):
+    with pytest.raises(EndpointError, match=r"hand updater\.endpoint on"):
         WeightReceiver("vanilla", counters(0))
 
 
