@@ -26,7 +26,7 @@ from weightwire.errors import EndpointError
 if TYPE_CHECKING:
     from weightwire.hookspecs import BackendInfo
 
-__all__ = ["Endpoint", "Size", "in_order", "options_for", "parse", "parse_size", "scoped"]
+__all__ = ["Endpoint", "Size", "check_located", "in_order", "options_for", "parse", "parse_size", "scoped"]
 
 MAX_LENGTH = 4096
 """Characters of the canonical text: no honest endpoint is longer, and whoever logs one need not fear it."""
@@ -115,6 +115,15 @@ def parse(given: str | Mapping[str, Any] | Endpoint) -> Endpoint:
         raise EndpointError(f"text or a mapping is needed, not {type(given).__name__}")
     except EndpointError as exc:
         raise EndpointError(f"endpoint {_shown(given)}: {exc}. Right ones: {_EXAMPLES}.") from None
+
+
+def check_located(endpoint: Endpoint) -> None:
+    """For the receivers of backends whose places have names: :class:`~weightwire.EndpointError` where there is none."""
+    if not endpoint.location:
+        raise EndpointError(
+            f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
+            f"'{endpoint.backend}://policy', or hand updater.endpoint on to the workers."
+        )
 
 
 def _from_text(text: str) -> Endpoint:

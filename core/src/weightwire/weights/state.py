@@ -307,7 +307,7 @@ class _Work:
         seen: _Seen,
         fit: Fit,
         views: Sequence[Tensor],
-        leaves: list[Any],
+        leaves: Sequence[Any],
         places: Sequence[Place],
         writable: bool,
         coming: Mapping[int, Tensor],

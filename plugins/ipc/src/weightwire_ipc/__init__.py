@@ -49,13 +49,9 @@ def weightwire_make_sender(endpoint: Endpoint, options: IpcOptions, context: Sen
 def weightwire_make_receiver(endpoint: Endpoint, options: IpcOptions, context: ReceiverContext) -> Receiver:
     """Connects at once where an updater is there, and else when it is polled. Never waits for one."""
     _check_platform()
-    if not endpoint.location:
-        from weightwire.errors import EndpointError
+    from weightwire.endpoint import check_located
 
-        raise EndpointError(
-            f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
-            "'ipc://policy', or hand updater.endpoint on to the workers."
-        )
+    check_located(endpoint)
     from weightwire_ipc.cuda import CudaLayer
     from weightwire_ipc.receiver import IpcReceiver
 

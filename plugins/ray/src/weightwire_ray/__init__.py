@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weightwire.errors import BackendLoadError, EndpointError
+from weightwire.errors import BackendLoadError
 from weightwire.hookspecs import BackendInfo, hookimpl
 from weightwire_ray.options import RayOptions
 
@@ -50,11 +50,9 @@ def weightwire_make_sender(endpoint: Endpoint, options: RayOptions, context: Sen
 @hookimpl
 def weightwire_make_receiver(endpoint: Endpoint, options: RayOptions, context: ReceiverContext) -> Receiver:
     """Looks for the trainer in a thread of its own, from here on."""
-    if not endpoint.location:
-        raise EndpointError(
-            f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
-            "'ray://policy', or hand updater.endpoint on to the workers."
-        )
+    from weightwire.endpoint import check_located
+
+    check_located(endpoint)
     _check_ray()
     from weightwire_ray.receiver import RayReceiver
 

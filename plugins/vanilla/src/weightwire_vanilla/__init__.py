@@ -42,13 +42,9 @@ def weightwire_make_sender(endpoint: Endpoint, options: Any, context: SenderCont
 
 @hookimpl
 def weightwire_make_receiver(endpoint: Endpoint, options: Any, context: ReceiverContext) -> Receiver:
-    if not endpoint.location:
-        from weightwire.errors import EndpointError
+    from weightwire.endpoint import check_located
 
-        raise EndpointError(
-            f"endpoint {str(endpoint)!r}: a worker needs to know the place. Use a name on both sides, as in "
-            "'vanilla://policy', or hand updater.endpoint on to the workers."
-        )
+    check_located(endpoint)
     from weightwire_vanilla.ends import VanillaReceiver
 
     return VanillaReceiver(endpoint, context)
